@@ -1,0 +1,1 @@
+"""Rows of n-gram embedding tables, read in place from safetensors checkpoints."""

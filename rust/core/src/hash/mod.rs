@@ -1,0 +1,1 @@
+//! Row ids from token ids.
