@@ -8,8 +8,15 @@
 //!
 //! `gather.rs` meets them in that order; open it first.
 
+pub mod buffer;
 pub mod error;
+pub mod fetch;
+pub mod file;
 pub mod hash;
+pub mod map;
+pub mod plan;
+pub mod residency;
 pub mod table;
+pub mod threads;
 
 pub use error::{Error, Place, Result};
