@@ -12,10 +12,13 @@ pub mod buffer;
 pub mod error;
 pub mod fetch;
 pub mod file;
+pub mod gather;
 pub mod hash;
 pub mod map;
 pub mod plan;
+pub mod reader;
 pub mod residency;
+pub mod stats;
 pub mod table;
 pub mod threads;
 

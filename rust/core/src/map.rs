@@ -213,6 +213,22 @@ pub(crate) fn copy_row(row: RowAddress<'_>, sink: &PlaneSink<'_>, position: usiz
     unsafe { std::ptr::copy_nonoverlapping(row.address, sink.row(position), sink.row_bytes()) };
 }
 
+/// Major faults of the calling thread so far: pages that a copy had to wait for a device for.
+pub(crate) fn major_faults() -> i64 {
+    #[cfg(target_os = "linux")]
+    {
+        let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: `usage` is valid for writes of one `rusage`, which is plain data: zeroed, it is
+        // initialised even if the call failed.
+        unsafe {
+            libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
+            usage.assume_init().ru_majflt
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    0
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
