@@ -22,6 +22,9 @@ use crate::error::{Error, Result};
 use crate::reader::{Io, Reader};
 use crate::table::Plane;
 
+/// The sinks of one request, one per plane.
+pub type Sinks<'a> = SmallVec<[PlaneSink<'a>; 3]>;
+
 /// Rows wanted from one table.
 pub struct Request<'a> {
     /// The table.
@@ -29,7 +32,7 @@ pub struct Request<'a> {
     /// Row ids, flattened.
     pub ids: &'a [i64],
     /// One sink per plane of the table, each with a place per id.
-    pub sinks: SmallVec<[PlaneSink<'a>; 3]>,
+    pub sinks: Sinks<'a>,
     /// The id that stands for a row of zeros.
     pub pad_id: Option<i64>,
 }
