@@ -8,8 +8,15 @@
 //!
 //! `gather.rs` meets them in that order; open it first.
 
+pub mod checkpoint;
+pub mod discover;
 pub mod error;
 pub mod hash;
+pub mod header;
+pub mod primes;
 pub mod table;
 
 pub use error::{Error, Place, Result};
+
+#[cfg(test)]
+mod testing;
