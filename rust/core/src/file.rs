@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crate::buffer::HostBuffer;
+use crate::checkpoint::{CheckpointFile, Identity};
 use crate::error::{Error, Result};
 use crate::map::Map;
 use crate::residency::Residency;
@@ -104,8 +105,9 @@ pub enum NoMap {
 }
 
 impl OpenFile {
-    /// Opens `path`, whose length must still be `len`.
-    pub fn open(path: &Path, len: u64, mapping: Mapping) -> Result<Self> {
+    /// Opens a file whose header was read before; it must still be the same, unchanged file.
+    pub fn open(checkpoint_file: &CheckpointFile, mapping: Mapping) -> Result<Self> {
+        let path = checkpoint_file.resolved.as_path();
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_CLOEXEC)
@@ -114,15 +116,14 @@ impl OpenFile {
         let metadata = file
             .metadata()
             .map_err(|error| Error::io("cannot stat", &error, path))?;
-        if metadata.len() != len {
+        let identity = Identity::of(&metadata);
+        if identity != checkpoint_file.identity {
             return Err(Error::checkpoint(
-                format!(
-                    "the file changed while it was being opened: its header accounts for {len} bytes, it now has {}",
-                    metadata.len()
-                ),
+                "the file changed between reading its header and opening it for rows; open the checkpoint again",
                 path,
             ));
         }
+        let len = identity.len;
         let filesystem = rustix::fs::fstatfs(&file).map_or(
             Filesystem {
                 name: "unknown",
@@ -136,12 +137,7 @@ impl OpenFile {
         );
         // Reads of single rows must not pull in their neighbourhood.
         #[cfg(target_os = "linux")]
-        drop(rustix::fs::fadvise(
-            &file,
-            0,
-            None,
-            rustix::fs::Advice::Random,
-        ));
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
         let map = match mapping {
             Mapping::Never => Err(NoMap::NotWanted),
             Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
@@ -335,22 +331,20 @@ mod tests {
 
     use super::*;
 
-    fn temporary(bytes: &[u8]) -> tempfile::NamedTempFile {
+    fn temporary(bytes: &[u8]) -> (tempfile::NamedTempFile, CheckpointFile) {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
-        file
+        let described = CheckpointFile::of(file.path()).unwrap();
+        (file, described)
     }
 
     #[test]
-    fn a_file_that_changed_length_is_refused() {
-        let file = temporary(&[0; 10]);
-        let error = OpenFile::open(file.path(), 11, Mapping::IfSafe).unwrap_err();
+    fn a_file_that_changed_is_refused() {
+        let (mut file, described) = temporary(&[0; 10]);
+        file.write_all(&[0]).unwrap();
+        let error = OpenFile::open(&described, Mapping::IfSafe).unwrap_err();
         assert!(matches!(error, Error::Checkpoint { .. }));
-        assert!(
-            error
-                .to_string()
-                .contains("accounts for 11 bytes, it now has 10")
-        );
+        assert!(error.to_string().contains("the file changed"));
     }
 
     #[test]
@@ -375,8 +369,8 @@ mod tests {
 
     #[test]
     fn direct_reads_work_or_say_why_not() {
-        let file = temporary(&[7; 5000]);
-        let open = OpenFile::open(file.path(), 5000, Mapping::IfSafe).unwrap();
+        let (_file, described) = temporary(&[7; 5000]);
+        let open = OpenFile::open(&described, Mapping::IfSafe).unwrap();
         match open.direct() {
             Ok(direct) => {
                 let mut buffer = HostBuffer::new(8192, false).unwrap();

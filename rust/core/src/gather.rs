@@ -26,13 +26,13 @@ use crate::table::Plane;
 pub type Sinks<'a> = SmallVec<[PlaneSink<'a>; 3]>;
 
 /// Rows wanted from one table.
-pub struct Request<'a> {
+pub struct Request<'r, 'm> {
     /// The table.
-    pub reader: &'a Reader,
+    pub reader: &'r Reader,
     /// Row ids, flattened.
-    pub ids: &'a [i64],
+    pub ids: &'r [i64],
     /// One sink per plane of the table, each with a place per id.
-    pub sinks: Sinks<'a>,
+    pub sinks: Sinks<'m>,
     /// The id that stands for a row of zeros.
     pub pad_id: Option<i64>,
 }
@@ -99,7 +99,7 @@ type Lanes<'a> = SmallVec<[Lane<'a>; 4]>;
 /// Gathers the rows of all `requests`: one plan, one round of reads.
 ///
 /// On an error what the sinks hold is unspecified; nothing is written to them after the return.
-pub fn gather(requests: &[Request<'_>], control: &Control<'_>) -> Result<Report> {
+pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Report> {
     let started = Instant::now();
     for request in requests {
         request.reader.stats().calls.add(1);
@@ -114,7 +114,7 @@ pub fn gather(requests: &[Request<'_>], control: &Control<'_>) -> Result<Report>
     outcome
 }
 
-fn run(requests: &[Request<'_>], control: &Control<'_>, started: Instant) -> Result<Report> {
+fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
     let mut report = Report::default();
     let mut lanes = Lanes::new();
     let mut first_file = 0;
@@ -151,7 +151,7 @@ fn run(requests: &[Request<'_>], control: &Control<'_>, started: Instant) -> Res
 }
 
 /// Refuses ids outside the table before any row moves; counts the padded ones.
-fn check(request: &Request<'_>) -> Result<u64> {
+fn check(request: &Request<'_, '_>) -> Result<u64> {
     let table = request.reader.table();
     let rows = table.rows();
     let count = request.ids.len();

@@ -9,13 +9,17 @@
 //! `gather.rs` meets them in that order; open it first.
 
 pub mod buffer;
+pub mod checkpoint;
+pub mod discover;
 pub mod error;
 pub mod fetch;
 pub mod file;
 pub mod gather;
 pub mod hash;
+pub mod header;
 pub mod map;
 pub mod plan;
+pub mod primes;
 pub mod reader;
 pub mod residency;
 pub mod stats;
@@ -23,3 +27,6 @@ pub mod table;
 pub mod threads;
 
 pub use error::{Error, Place, Result};
+
+#[cfg(test)]
+mod testing;

@@ -1,8 +1,11 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::checkpoint::{Checkpoint, CheckpointFile};
+use crate::discover::{self, TableRef};
 use crate::error::{Error, Result};
 use crate::file::{Mapping, NoMap, OpenFile};
 use crate::stats::Stats;
@@ -170,8 +173,36 @@ pub struct Reader {
 pub struct Located {
     /// The table; its pieces index `files`.
     pub table: Table,
-    /// Paths and lengths of the files.
-    pub files: Vec<(std::path::PathBuf, u64)>,
+    /// The files, as they were when their headers were read.
+    pub files: Vec<CheckpointFile>,
+}
+
+impl Located {
+    /// Finds `table` in the checkpoint at `path`.
+    pub fn find(path: &Path, table: TableRef<'_>) -> Result<Self> {
+        let checkpoint = Checkpoint::open(path)?;
+        let table = discover::select(&checkpoint, table)?;
+        Ok(Self::new(&checkpoint, table))
+    }
+
+    /// A table of an opened checkpoint.
+    pub fn new(checkpoint: &Checkpoint, mut table: Table) -> Self {
+        let used = table.files();
+        let files = used
+            .iter()
+            .map(|&file| checkpoint.files[file].clone())
+            .collect();
+        table.renumber_files(&used);
+        Self { table, files }
+    }
+
+    /// Paths of the files, symlinks resolved.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.files
+            .iter()
+            .map(|file| file.resolved.clone())
+            .collect()
+    }
 }
 
 impl Reader {
@@ -182,11 +213,7 @@ impl Reader {
         Self::open_files(table, &files, options).map_err(|error| error.in_table(&name))
     }
 
-    fn open_files(
-        table: Table,
-        files: &[(std::path::PathBuf, u64)],
-        options: Options,
-    ) -> Result<Self> {
+    fn open_files(table: Table, files: &[CheckpointFile], options: Options) -> Result<Self> {
         let mapping = match options.io {
             Io::Auto => Mapping::IfSafe,
             Io::Mmap => Mapping::Required,
@@ -194,7 +221,7 @@ impl Reader {
         };
         let files = files
             .iter()
-            .map(|(path, len)| OpenFile::open(path, *len, mapping).map(Arc::new))
+            .map(|file| OpenFile::open(file, mapping).map(Arc::new))
             .collect::<Result<Vec<_>>>()?;
         let mode = resolve(options.io, &files)?;
         if options.advice != Advice::Normal {
@@ -348,7 +375,7 @@ fn resolve_mapping(
 
 #[cfg(target_os = "linux")]
 fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
-    match crate::fetch::uring::Uring::probe() {
+    match crate::fetch::uring::probe() {
         Ok(()) => Ok(Engine::Uring),
         Err(error) => {
             let errno = error.raw_os_error().unwrap_or(libc::ENOSYS);

@@ -243,7 +243,10 @@ mod tests {
     #[test]
     fn a_blocked_job_does_not_hold_up_the_next() {
         let (release, wait) = channel::<()>();
-        spawn_blocking(move || drop(wait.recv())).unwrap();
+        spawn_blocking(move || {
+            let _ = wait.recv();
+        })
+        .unwrap();
         let (done, finished) = channel();
         for index in 0..10 {
             let done = done.clone();

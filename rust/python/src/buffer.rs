@@ -3,7 +3,10 @@
 //! An array that Python passes as `out` stays exported (its buffer held) while rows move, so it can
 //! neither be freed nor resized. Two calls that write to the same memory at the same time are the
 //! caller's error: they may mix rows, and can do no other harm.
-#![expect(unsafe_code, reason = "exporting and importing raw memory through the buffer protocol")]
+#![expect(
+    unsafe_code,
+    reason = "exporting and importing raw memory through the buffer protocol"
+)]
 
 use std::ffi::{c_int, c_void};
 
@@ -27,7 +30,9 @@ impl HostBuffer {
     #[new]
     #[pyo3(signature = (nbytes, huge_pages = false))]
     fn new(py: Python<'_>, nbytes: usize, huge_pages: bool) -> PyResult<Self> {
-        let memory = py.detach(|| CoreBuffer::new(nbytes, huge_pages)).or_raise(py)?;
+        let memory = py
+            .detach(|| CoreBuffer::new(nbytes, huge_pages))
+            .or_raise(py)?;
         Ok(Self { memory, nbytes })
     }
 
@@ -50,14 +55,23 @@ impl HostBuffer {
         self.nbytes
     }
 
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let buffer = slf.get();
         let length = ffi::Py_ssize_t::try_from(buffer.nbytes)?;
         let address = buffer.memory.address().cast::<c_void>();
         // SAFETY: `view` is the interpreter's to fill; the memory is `length` bytes at a fixed
         // address, and the view takes a reference on `slf`, which owns it.
-        let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, length, 0, flags) };
-        if result == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        let result =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, length, 0, flags) };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
     }
 
     // Nothing to release: a view holds its reference on the buffer, and the interpreter drops it.
@@ -65,11 +79,28 @@ impl HostBuffer {
 }
 
 /// Appends the ids that `ids` exports to `into`. It must be C-contiguous and hold int64.
-pub(crate) fn read_ids(py: Python<'_>, ids: &PyBuffer<i64>, into: &mut Vec<i64>) -> PyResult<()> {
-    let Some(cells) = ids.as_slice(py) else {
+pub(crate) fn read_ids(
+    _attached: Python<'_>,
+    ids: &PyBuffer<i64>,
+    into: &mut Vec<i64>,
+) -> PyResult<()> {
+    if ids.item_count() == 0 {
+        return Ok(());
+    }
+    let Some(memory) = ids.as_slice_ptr() else {
         return Err(PyValueError::new_err("ids must be C-contiguous"));
     };
-    into.extend(cells.iter().map(pyo3::buffer::ReadOnlyCell::get));
+    into.reserve(memory.len());
+    // SAFETY: the export keeps `memory.len()` ids readable at this address while `ids` is borrowed,
+    // and `reserve` made room for them. The ids are copied once, before any check, and only the
+    // copy is used, so a thread that changes them meanwhile can spoil values, not bounds. The
+    // address may be unaligned when numpy says so, hence the byte-wise copy.
+    unsafe {
+        let from = memory.as_ptr().cast::<u8>();
+        let to = into.as_mut_ptr().add(into.len()).cast::<u8>();
+        std::ptr::copy_nonoverlapping(from, to, memory.len() * size_of::<i64>());
+        into.set_len(into.len() + memory.len());
+    }
     Ok(())
 }
 
@@ -85,7 +116,9 @@ impl Output {
             ))
         })?;
         if buffer.readonly() {
-            return Err(PyValueError::new_err("out is read-only; pass a writable array"));
+            return Err(PyValueError::new_err(
+                "out is read-only; pass a writable array",
+            ));
         }
         if !buffer.is_c_contiguous() {
             return Err(PyValueError::new_err(
@@ -126,6 +159,7 @@ impl Output {
         let (address, length) = (self.0.buf_ptr().cast::<u8>(), self.0.len_bytes());
         // SAFETY: the export keeps `length` writable bytes at `address` alive as long as `self`,
         // which the sink borrows; Rust holds no reference into them.
-        unsafe { PlaneSink::from_raw(address, length, offset, stride, row_bytes, rows) }.or_raise(py)
+        unsafe { PlaneSink::from_raw(address, length, offset, stride, row_bytes, rows) }
+            .or_raise(py)
     }
 }

@@ -67,7 +67,9 @@ impl Reader {
         py: Python<'_>,
         body: impl Send + FnOnce(&CoreReader) -> engram_core::Result<T>,
     ) -> PyResult<T> {
-        py.detach(|| self.lock().as_ref().map(body)).ok_or_else(closed)?.or_raise(py)
+        py.detach(|| self.lock().as_ref().map(body))
+            .ok_or_else(closed)?
+            .or_raise(py)
     }
 }
 
@@ -85,21 +87,38 @@ impl Reader {
     ) -> PyResult<Self> {
         let io = Io::from_name(io).or_raise(py)?;
         let advice = Advice::from_name(advice).or_raise(py)?;
-        let options = Options { io, threads, advice, max_mapped_bytes };
+        let options = Options {
+            io,
+            threads,
+            advice,
+            max_mapped_bytes,
+        };
         let reader = py
             .detach(|| {
                 let located = Located::find(&path, TableArgument::as_ref(table.as_ref()))?;
                 CoreReader::open(located, options)
             })
             .or_raise(py)?;
-        let plane_bytes = reader.table().planes.iter().map(engram_core::table::Plane::row_bytes).collect();
-        Ok(Self { reader: RwLock::new(Some(reader)), plane_bytes })
+        let plane_bytes = reader
+            .table()
+            .planes
+            .iter()
+            .map(engram_core::table::Plane::row_bytes)
+            .collect();
+        Ok(Self {
+            reader: RwLock::new(Some(reader)),
+            plane_bytes,
+        })
     }
 
     /// The table, as a dictionary.
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (table, files) = self.with(py, |reader| {
-            let files: Vec<_> = reader.files().iter().map(|file| file.path().to_owned()).collect();
+            let files: Vec<_> = reader
+                .files()
+                .iter()
+                .map(|file| file.path().to_owned())
+                .collect();
             Ok((reader.table().clone(), files))
         })?;
         table::describe(py, &table, &files)
@@ -133,7 +152,17 @@ impl Reader {
         let outcome = py.detach(|| {
             let guard = self.lock();
             let reader = guard.as_ref()?;
-            Some(interrupts.run(|control| gather(&[Request { reader, ids, sinks, pad_id }], control)))
+            Some(interrupts.run(|control| {
+                gather(
+                    &[Request {
+                        reader,
+                        ids,
+                        sinks,
+                        pad_id,
+                    }],
+                    control,
+                )
+            }))
         });
         IDS.replace(flat);
         interrupts.raise(py, outcome.ok_or_else(closed)?)?;
@@ -149,7 +178,12 @@ impl Reader {
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
-            drop(self.reader.write().unwrap_or_else(PoisonError::into_inner).take());
+            drop(
+                self.reader
+                    .write()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take(),
+            );
         });
     }
 
@@ -190,19 +224,31 @@ pub(crate) fn gather_many(
                 reader.plane_bytes.len()
             )));
         }
-        let place = readers.iter().position(|known| std::ptr::eq(*known, reader)).unwrap_or_else(|| {
-            readers.push(reader);
-            readers.len() - 1
-        });
+        let place = readers
+            .iter()
+            .position(|known| std::ptr::eq(*known, reader))
+            .unwrap_or_else(|| {
+                readers.push(reader);
+                readers.len() - 1
+            });
         let mut flat = Vec::new();
         read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
         flats.push((place, flat));
-        outputs.push(planes.iter().map(|(out, _, _)| Output::new(out)).collect::<PyResult<Vec<_>>>()?);
+        outputs.push(
+            planes
+                .iter()
+                .map(|(out, _, _)| Output::new(out))
+                .collect::<PyResult<Vec<_>>>()?,
+        );
     }
     let mut prepared = Vec::with_capacity(requests.len());
-    for (((reader, _, planes, pad_id), (place, flat)), outs) in requests.iter().zip(&flats).zip(&outputs) {
+    for (((reader, _, planes, pad_id), (place, flat)), outs) in
+        requests.iter().zip(&flats).zip(&outputs)
+    {
         let mut sinks = engram_core::gather::Sinks::new();
-        for (((_, offset, stride), out), bytes) in planes.iter().zip(outs).zip(&reader.get().plane_bytes) {
+        for (((_, offset, stride), out), bytes) in
+            planes.iter().zip(outs).zip(&reader.get().plane_bytes)
+        {
             sinks.push(out.sink(py, *offset, *stride, *bytes, flat.len())?);
         }
         prepared.push((*place, &flat[..], sinks, *pad_id));
@@ -212,7 +258,12 @@ pub(crate) fn gather_many(
         let requests = prepared
             .into_iter()
             .map(|(place, ids, sinks, pad_id)| {
-                guards[place].as_ref().map(|reader| Request { reader, ids, sinks, pad_id })
+                guards[place].as_ref().map(|reader| Request {
+                    reader,
+                    ids,
+                    sinks,
+                    pad_id,
+                })
             })
             .collect::<Option<Vec<_>>>()?;
         Some(interrupts.run(|control| gather(&requests, control)))
@@ -233,29 +284,43 @@ impl Interrupts {
             None => None,
             Some(seconds) => {
                 let duration = Duration::try_from_secs_f64(seconds).map_err(|_| {
-                    PyValueError::new_err(format!("timeout={seconds} is not a number of seconds from 0 on"))
+                    PyValueError::new_err(format!(
+                        "timeout={seconds} is not a number of seconds from 0 on"
+                    ))
                 })?;
                 // A timeout beyond the clock's range is no timeout.
                 Instant::now().checked_add(duration)
             }
         };
-        Ok(Self { deadline, raised: Mutex::new(None) })
+        Ok(Self {
+            deadline,
+            raised: Mutex::new(None),
+        })
     }
 
-    fn run<T>(&self, body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>) -> engram_core::Result<T> {
+    fn run<T>(
+        &self,
+        body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>,
+    ) -> engram_core::Result<T> {
         let interrupt = || {
             Python::attach(|py| py.check_signals()).map_err(|error| {
                 *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 Error::Cancelled
             })
         };
-        body(&Control { deadline: self.deadline, interrupt: &interrupt })
+        body(&Control {
+            deadline: self.deadline,
+            interrupt: &interrupt,
+        })
     }
 
     /// The outcome; an exception that a signal handler raised comes before ours.
     fn raise<T>(self, py: Python<'_>, outcome: engram_core::Result<T>) -> PyResult<T> {
         outcome.map_err(|error| {
-            let raised = self.raised.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let raised = self
+                .raised
+                .into_inner()
+                .unwrap_or_else(PoisonError::into_inner);
             raised.unwrap_or_else(|| to_py(py, &error))
         })
     }

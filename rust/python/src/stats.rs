@@ -20,7 +20,11 @@ pub(crate) struct Snapshot {
 pub(crate) fn collect(reader: &Reader) -> Snapshot {
     let stats = reader.stats();
     let mode = reader.mode();
-    let mut filesystems: Vec<_> = reader.files().iter().map(|file| file.filesystem().name).collect();
+    let mut filesystems: Vec<_> = reader
+        .files()
+        .iter()
+        .map(|file| file.filesystem().name)
+        .collect();
     filesystems.sort_unstable();
     filesystems.dedup();
     Snapshot {

@@ -18,7 +18,10 @@ pub(crate) fn tables(py: Python<'_>, path: PathBuf, plain: bool) -> PyResult<Bou
         .detach(|| {
             let checkpoint = Checkpoint::open(&path)?;
             let tables = discover::tables(&checkpoint, plain)?;
-            Ok(tables.into_iter().map(|table| Located::new(&checkpoint, table)).collect::<Vec<_>>())
+            Ok(tables
+                .into_iter()
+                .map(|table| Located::new(&checkpoint, table))
+                .collect::<Vec<_>>())
         })
         .or_raise(py)?;
     let list = PyList::empty(py);
@@ -29,7 +32,11 @@ pub(crate) fn tables(py: Python<'_>, path: PathBuf, plain: bool) -> PyResult<Bou
 }
 
 /// One table; its pieces index `files`.
-pub(crate) fn describe<'py>(py: Python<'py>, table: &Table, files: &[PathBuf]) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn describe<'py>(
+    py: Python<'py>,
+    table: &Table,
+    files: &[PathBuf],
+) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("name", &table.name)?;
     dict.set_item("family", table.family.name())?;
@@ -52,12 +59,26 @@ pub(crate) fn describe<'py>(py: Python<'py>, table: &Table, files: &[PathBuf]) -
         let pieces: Vec<_> = plane
             .pieces()
             .iter()
-            .map(|piece| (&piece.tensor, piece.file, piece.offset, piece.first_row, piece.rows))
+            .map(|piece| {
+                (
+                    &piece.tensor,
+                    piece.file,
+                    piece.offset,
+                    piece.first_row,
+                    piece.rows,
+                )
+            })
             .collect();
         item.set_item("pieces", pieces)?;
         planes.append(item)?;
     }
     dict.set_item("planes", planes)?;
-    dict.set_item("files", files.iter().map(|file| file.to_string_lossy().into_owned()).collect::<Vec<_>>())?;
+    dict.set_item(
+        "files",
+        files
+            .iter()
+            .map(|file| file.to_string_lossy().into_owned())
+            .collect::<Vec<_>>(),
+    )?;
     Ok(dict)
 }

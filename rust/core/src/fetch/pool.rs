@@ -257,6 +257,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+    use crate::checkpoint::CheckpointFile;
     use crate::file::Mapping;
 
     /// Serves the bytes `offset % 251`, misbehaving as told.
@@ -303,7 +304,9 @@ mod tests {
     fn run(fake: Fake, deadline: Option<Instant>) -> Result<Vec<(u64, Vec<u8>)>> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[0; 100_000]).unwrap();
-        let open = Arc::new(OpenFile::open(file.path(), 100_000, Mapping::Never).unwrap());
+        let open = Arc::new(
+            OpenFile::open(&CheckpointFile::of(file.path()).unwrap(), Mapping::Never).unwrap(),
+        );
         let reads: Vec<_> = (0..100_u32)
             .map(|index| Read {
                 file: 0,

@@ -341,6 +341,9 @@ fn rings() -> Result<std::sync::Arc<(u32, Mutex<Vec<Ring>>)>> {
 const KEPT: usize = 8;
 
 fn keep(ring: Ring) {
+    if ring.in_flight > 0 {
+        return; // Could not be drained: dropped, its slots leaked.
+    }
     if let Ok(rings) = rings() {
         let mut rings = rings.1.lock().unwrap_or_else(PoisonError::into_inner);
         if rings.len() < KEPT {
@@ -349,15 +352,27 @@ fn keep(ring: Ring) {
     }
 }
 
-/// The ring engine: takes an idle ring of the process or makes one.
-#[derive(Debug, Default)]
-pub struct Uring;
+/// An idle ring of the process, or a new one; the kernel's reason where there can be none.
+pub fn acquire() -> io::Result<Ring> {
+    let kept = rings().ok().and_then(|rings| {
+        rings.1.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    });
+    kept.map_or_else(Ring::new, Ok)
+}
 
-impl Uring {
-    /// Whether a ring can be made here and now; the kernel's reason otherwise.
-    pub fn probe() -> io::Result<()> {
-        keep(Ring::new()?);
-        Ok(())
+/// Whether a ring can be made here and now; the kernel's reason otherwise.
+pub fn probe() -> io::Result<()> {
+    keep(acquire()?);
+    Ok(())
+}
+
+/// A ring for one batch; afterwards it goes back to the process, once the kernel is done with it.
+#[derive(Debug)]
+pub struct Uring(Option<Ring>);
+
+impl From<Ring> for Uring {
+    fn from(ring: Ring) -> Self {
+        Self(Some(ring))
     }
 }
 
@@ -368,14 +383,9 @@ impl Fetch for Uring {
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Cost> {
-        let kept = rings()?
-            .1
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
-        let mut ring = match kept {
+        let mut ring = match self.0.take() {
             Some(ring) => ring,
-            None => Ring::new().map_err(|error| Error::Io {
+            None => acquire().map_err(|error| Error::Io {
                 doing: "cannot make a ring".to_owned(),
                 errno: error.raw_os_error().unwrap_or(libc::EIO),
                 place: Box::default(),

@@ -52,7 +52,7 @@ impl Way {
 pub(super) fn fill(
     lanes: &[Lane<'_>],
     rests: &mut [Rest],
-    requests: &[Request<'_>],
+    requests: &[Request<'_, '_>],
     control: &Control<'_>,
     started: Instant,
     report: &mut Report,
@@ -236,17 +236,43 @@ impl Round<'_> {
         };
         let mut done = |index: usize, bytes: &[u8]| self.deliver(&reads[index], bytes);
         let mut idle = || deferred.step(self.lanes);
-        let outcome = match self.way.engine {
-            _ if reads.is_empty() => Ok(Cost::default()),
-            #[cfg(target_os = "linux")]
-            Engine::Uring => crate::fetch::uring::Uring.fetch(&batch, &mut done, &mut idle),
-            _ => Pool.fetch(&batch, &mut done, &mut idle),
+        let outcome = if reads.is_empty() {
+            Ok(Cost::default())
+        } else {
+            self.engine()?.fetch(&batch, &mut done, &mut idle)
         };
         let cost = outcome.map_err(|error| self.locate(error))?;
         report.reads += cost.reads;
         report.bytes_read += cost.bytes;
         self.charge(reads, cost, started);
         Ok(())
+    }
+
+    /// The engine that reads; threads where a ring, once possible, is refused now.
+    #[cfg(target_os = "linux")]
+    fn engine(&self) -> Result<Box<dyn Fetch>> {
+        use crate::fetch::uring::{self, Uring};
+        if self.way.engine == Engine::Pool {
+            return Ok(Box::new(Pool));
+        }
+        let reader = self.lanes.iter().find(|lane| Way::of(lane.reader) == self.way).map(|lane| lane.reader);
+        match (uring::acquire(), reader) {
+            (Ok(ring), _) => Ok(Box::new(Uring::from(ring))),
+            (Err(error), Some(reader)) if reader.mode().asked != Io::Uring => {
+                reader.note_fallback(format!("io_uring refused later ({error}); threads read instead"));
+                Ok(Box::new(Pool))
+            }
+            (Err(error), _) => Err(Error::Io {
+                doing: "io=\"uring\" cannot make a ring".to_owned(),
+                errno: error.raw_os_error().unwrap_or(libc::EIO),
+                place: Box::default(),
+            }),
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn engine(&self) -> Result<Box<dyn Fetch>> {
+        Ok(Box::new(Pool))
     }
 
     /// Serves what the page cache holds with reads that do not wait, before any thread is woken.

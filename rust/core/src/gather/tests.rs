@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use safetensors::Dtype;
 
 use super::*;
+use crate::checkpoint::CheckpointFile;
 use crate::reader::{Advice, Located, Options};
 use crate::table::{Encoding, Family, Piece, PlaneName, Table};
 
@@ -72,7 +73,7 @@ impl Fixture {
         let files = self
             .paths
             .iter()
-            .map(|path| (path.clone(), fs::metadata(path).unwrap().len()))
+            .map(|path| CheckpointFile::of(path).unwrap())
             .collect();
         let options = Options {
             io,
@@ -101,12 +102,7 @@ impl Fixture {
         for path in &self.paths {
             let file = fs::File::open(path).unwrap();
             file.sync_all().unwrap();
-            drop(rustix::fs::fadvise(
-                &file,
-                0,
-                None,
-                rustix::fs::Advice::DontNeed,
-            ));
+            let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
         }
     }
 

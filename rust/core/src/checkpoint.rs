@@ -1,0 +1,261 @@
+//! A checkpoint: which tensors are in which file.
+//!
+//! A path is a `.safetensors` file, a directory of them, or an index. Opening reads every header
+//! once, closes every file again and keeps one record per tensor; data is never touched. What an
+//! index says is held against what the files contain before anything is served.
+
+use std::collections::HashMap;
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+mod catalogue;
+mod index;
+mod location;
+mod reading;
+
+use catalogue::Catalogue;
+use location::Directory;
+
+/// What a file was when it was opened; a change means that its rows can no longer be trusted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// Device number.
+    pub device: u64,
+    /// Inode number.
+    pub inode: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Time of the last modification, in nanoseconds since 1970.
+    pub modified_ns: i128,
+}
+
+impl Identity {
+    /// What `metadata` says of a file.
+    pub fn of(metadata: &Metadata) -> Self {
+        Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            len: metadata.len(),
+            modified_ns: i128::from(metadata.mtime()) * 1_000_000_000
+                + i128::from(metadata.mtime_nsec()),
+        }
+    }
+}
+
+/// One file of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointFile {
+    /// The path as reached from the argument.
+    pub path: PathBuf,
+    /// The same with every symbolic link followed, once, when the checkpoint was opened.
+    pub resolved: PathBuf,
+    /// What it was then.
+    pub identity: Identity,
+}
+
+impl CheckpointFile {
+    /// The file at `path` as it is now, its header unread.
+    pub fn of(path: &Path) -> Result<Self> {
+        let refuse = |error: std::io::Error| Error::io("cannot stat", &error, path);
+        let resolved = path.canonicalize().map_err(refuse)?;
+        let identity = Identity::of(&std::fs::metadata(&resolved).map_err(refuse)?);
+        Ok(Self {
+            path: path.to_owned(),
+            resolved,
+            identity,
+        })
+    }
+}
+
+/// How a tensor came into the checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Listing {
+    /// The index names it, or there is no index.
+    Named,
+    /// It lies in an indexed file, but the index does not name it.
+    Unlisted,
+    /// It lies in a file that the index does not mention.
+    SideFile,
+}
+
+/// Where one tensor lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorInfo<'a> {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dimensions, outermost first.
+    pub shape: &'a [u64],
+    /// Index into [`Checkpoint::files`].
+    pub file: usize,
+    /// Absolute byte offset in that file.
+    pub offset: u64,
+    /// Bytes of data.
+    pub bytes: u64,
+    /// How it came into the checkpoint.
+    pub listing: Listing,
+}
+
+/// A second copy of a tensor that the index places elsewhere; it is never read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shadowed {
+    /// The tensor's name.
+    pub tensor: String,
+    /// The file with the ignored copy.
+    pub file: PathBuf,
+}
+
+/// An opened checkpoint. It holds no descriptor.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// The path it was opened by.
+    pub path: PathBuf,
+    /// Every file whose header was read, in the order of their paths.
+    pub files: Vec<CheckpointFile>,
+    /// The `config.json` beside the files, where there is one.
+    pub config: Option<Value>,
+    /// Second copies of indexed tensors, ignored.
+    pub shadowed: Vec<Shadowed>,
+    metadata: Vec<Option<HashMap<String, String>>>,
+    catalogue: Catalogue,
+}
+
+impl Checkpoint {
+    /// Opens a `.safetensors` file, a checkpoint directory or an index JSON.
+    pub fn open(path: &Path) -> Result<Self> {
+        let status = location::status(path)?;
+        if status.is_dir() {
+            let directory = Directory::open(path)?;
+            return match directory.index()? {
+                Some(index) => Self::open_indexed(path, &directory, &index),
+                None => Self::open_all(path, &directory),
+            };
+        }
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "json")
+        {
+            let parent = match path.parent() {
+                Some(parent) if !parent.as_os_str().is_empty() => parent,
+                _ => Path::new("."),
+            };
+            return Self::open_indexed(path, &Directory::open(parent)?, path);
+        }
+        let file = location::Found::by_argument(path)?;
+        let config = reading::config(&path.with_file_name("config.json"))?;
+        let (files, opened) = reading::headers(&[file])?;
+        Self::assemble(path, files, opened, config, None)
+    }
+
+    /// A directory without an index: every safetensors file in it, each tensor once.
+    fn open_all(path: &Path, directory: &Directory) -> Result<Self> {
+        let found = directory.safetensors_files()?;
+        if found.is_empty() {
+            return Err(directory.nothing_to_read());
+        }
+        let config = reading::config(&directory.path().join("config.json"))?;
+        let (files, opened) = reading::headers(&found)?;
+        Self::assemble(path, files, opened, config, None)
+    }
+
+    /// The files an index names, and the headers of those beside them.
+    fn open_indexed(path: &Path, directory: &Directory, index_path: &Path) -> Result<Self> {
+        let text = index::text(index_path)?;
+        let index = index::parse(&text, index_path)?;
+        let mut found = directory.named_files(&index.files, index_path)?;
+        let named = found.len();
+        for side_file in directory.safetensors_files()? {
+            if !found.iter().any(|file| file.resolved == side_file.resolved) {
+                found.push(side_file);
+            }
+        }
+        let config = reading::config(&directory.path().join("config.json"))?;
+        let (files, opened) = reading::headers(&found)?;
+        let listed = catalogue::Listed {
+            entries: &index.entries,
+            files: named,
+            path: index_path,
+        };
+        Self::assemble(path, files, opened, config, Some(&listed))
+    }
+
+    fn assemble(
+        path: &Path,
+        files: Vec<CheckpointFile>,
+        opened: Vec<reading::Contents>,
+        config: Option<Value>,
+        listed: Option<&catalogue::Listed<'_>>,
+    ) -> Result<Self> {
+        let (packs, metadata): (Vec<_>, Vec<_>) = opened
+            .into_iter()
+            .map(|contents| (contents.pack, contents.metadata))
+            .unzip();
+        let (catalogue, copies) = Catalogue::merge(&packs, &files, listed)?;
+        let shadowed = copies
+            .into_iter()
+            .map(|(tensor, file)| Shadowed {
+                tensor,
+                file: files[file].path.clone(),
+            })
+            .collect();
+        Ok(Self {
+            path: path.to_owned(),
+            files,
+            config,
+            shadowed,
+            metadata,
+            catalogue,
+        })
+    }
+
+    /// The tensor called `name`.
+    pub fn tensor(&self, name: &str) -> Option<TensorInfo<'_>> {
+        let position = self.catalogue.find(name)?;
+        Some(self.catalogue.get(position).1)
+    }
+
+    /// Every tensor called `name`: more than one only where files that the index leaves out
+    /// disagree.
+    pub(crate) fn copies(&self, name: &str) -> impl Iterator<Item = TensorInfo<'_>> {
+        let first = self.catalogue.find(name).unwrap_or(self.catalogue.len());
+        (first..self.catalogue.len())
+            .map(|position| self.catalogue.get(position))
+            .take_while(move |(other, _)| *other == name)
+            .map(|(_, info)| info)
+    }
+
+    /// Every tensor, in the order of their names. A name is there twice only where files that the
+    /// index leaves out disagree.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, TensorInfo<'_>)> {
+        (0..self.catalogue.len()).map(|position| self.catalogue.get(position))
+    }
+
+    /// Short entries of the `__metadata__` of the file at this index.
+    pub fn metadata(&self, file: usize) -> Option<&HashMap<String, String>> {
+        self.metadata.get(file)?.as_ref()
+    }
+
+    /// The bytes of a small tensor, such as a scale or a hash constant; more than `max_bytes` is
+    /// refused before anything is read.
+    pub fn read_tensor(&self, name: &str, max_bytes: u64) -> Result<Vec<u8>> {
+        let tensor = self
+            .tensor(name)
+            .ok_or_else(|| Error::checkpoint(format!("there is no tensor {name:?}"), &self.path))?;
+        let file = &self.files[tensor.file];
+        if tensor.bytes > max_bytes {
+            return Err(Error::checkpoint(
+                format!(
+                    "tensor {name:?} has {} bytes where at most {max_bytes} were expected",
+                    tensor.bytes
+                ),
+                &file.path,
+            ));
+        }
+        reading::bytes(file, tensor.offset, tensor.bytes, name)
+    }
+}
