@@ -184,16 +184,14 @@ pub fn parse(header: &[u8], file_len: u64, path: &Path) -> Result<Header> {
     let header_len = u64::try_from(header.len()).unwrap_or(u64::MAX);
     let data_start = header_len.saturating_add(LENGTH_BYTES);
     let data_len = tensors.last().map_or(0, |tensor| tensor.end);
-    let expected = data_start.checked_add(data_len);
-    if expected.is_none_or(|expected| expected > file_len) {
-        let expected =
-            expected.map_or_else(|| "more than 2^64".to_owned(), |bytes| bytes.to_string());
+    let expected = data_start.saturating_add(data_len);
+    if expected > file_len {
         return Err(refuse(format!(
             "the file is shorter than its header says: expected {expected} bytes, found \
              {file_len}; the download is incomplete"
         )));
     }
-    let uncovered = file_len - data_start - data_len;
+    let uncovered = file_len - expected;
     if uncovered > 0 {
         return Err(refuse(format!(
             "the file is longer than its header says: {uncovered} byte{} after the last tensor \
@@ -333,3 +331,6 @@ fn explain(tensors: &[TensorEntry]) -> Option<String> {
     }
     None
 }
+
+#[cfg(test)]
+mod tests;
