@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .directory import MANIFEST, SynthInfo
 from .layout import Layout
+from .model import write_model
 from .plan import FAMILIES, Plan, SynthPiece, SynthPlane, SynthTable, plan
 from .sparse import load, write_sparse
 from .writer import write
@@ -35,6 +36,7 @@ __all__ = [
     "load",
     "plan",
     "write",
+    "write_model",
     "write_sparse",
 ]
 
