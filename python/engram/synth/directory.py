@@ -71,6 +71,10 @@ class SynthInfo:
         """Bytes of all safetensors files."""
         return self.plan.nbytes
 
+    def remove(self) -> None:
+        """Deletes the files that were written; the directory stays."""
+        _remove(self.directory, [file.name for file in self.plan.files])
+
 
 @contextmanager
 def filling(

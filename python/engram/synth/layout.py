@@ -42,6 +42,8 @@ class Layout:
             one per table).
         header_residue: Length of every header modulo 4096, reached by padding it with spaces. None
             leaves headers unpadded, of odd length.
+        shuffled: Whether the pieces of families that spread them are dealt out in random order.
+            Pieces in order follow one another without a gap where they share a file.
         scales_apart: Whether block scales lie in another file than the rows they belong to.
         naming: How Qwen names its pieces: `"shard"` (`shard_3.weight`), `"shards"`
             (`shards.3.weight`) or `"whole"` (one `weight`, not cut).
@@ -50,6 +52,7 @@ class Layout:
 
     table_files: int | None = None
     header_residue: int | None = None
+    shuffled: bool = True
     scales_apart: bool = False
     naming: str = "shard"
     empty_parts: bool = False
@@ -146,7 +149,7 @@ def arrange(
     contents = [_Contents() for _ in range(files)]
     table_files = min(layout.table_files or files, files)
     order = list(units)
-    if shuffle:
+    if shuffle and layout.shuffled:
         generator.shuffle(order)
     for index, unit in enumerate(order):
         home = index % table_files
