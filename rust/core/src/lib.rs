@@ -8,8 +8,18 @@
 //!
 //! `gather.rs` meets them in that order; open it first.
 
+pub mod buffer;
 pub mod error;
+pub mod fetch;
+pub mod file;
+pub mod gather;
 pub mod hash;
+pub mod map;
+pub mod plan;
+pub mod reader;
+pub mod residency;
+pub mod stats;
 pub mod table;
+pub mod threads;
 
 pub use error::{Error, Place, Result};
