@@ -38,19 +38,19 @@ class Inspected:
             "layer": info.layer,
             "rows": info.rows,
             "encoding": info.encoding,
-            "row_bytes": sum(plane.row_bytes for plane in info.planes),
+            "row_bytes": info.row_bytes,
             "bytes": info.bytes,
-            "pieces": sum(plane.pieces for plane in info.planes),
+            "pieces": _piece_count(info),
             "planes": [
                 {
                     "name": plane.name,
-                    "dtype": str(plane.dtype),
+                    "dtype": plane.stored_dtype,
                     "row_bytes": plane.row_bytes,
-                    "pieces": plane.pieces,
+                    "pieces": len(plane.pieces),
                 }
                 for plane in info.planes
             ],
-            "files": [os.fspath(file) for file in info.files],
+            "files": list(info.files),
             "resident": self.resident,
         }
 
@@ -107,23 +107,25 @@ def show(tables: list[Inspected], console: Console) -> None:
             console.print()
         console.print(info.name, style="bold")
         layer = "" if info.layer is None else f", decoder layer {info.layer}"
-        row_bytes = sum(plane.row_bytes for plane in info.planes)
         parts = ", ".join(
-            f"{plane.name} {plane.dtype} {plane.row_bytes} bytes" for plane in info.planes
+            f"{plane.name} {plane.stored_dtype} {plane.row_bytes} bytes" for plane in info.planes
         )
-        pieces = sum(plane.pieces for plane in info.planes)
         resident = "unknown" if table.resident is None else f"{table.resident:.1%}"
         lines = {
             "family": f"{info.family}{layer}",
             "rows": f"{info.rows:,}",
-            "stored as": f"{info.encoding}, {plural(row_bytes, 'byte')} per row ({parts})",
-            "size": f"{format_bytes(info.bytes)} in {plural(pieces, 'piece')}, "
+            "stored as": f"{info.encoding}, {plural(info.row_bytes, 'byte')} per row ({parts})",
+            "size": f"{format_bytes(info.bytes)} in {plural(_piece_count(info), 'piece')}, "
             f"{plural(len(info.files), 'file')}",
             "files": _file_names(info),
             "in memory": resident,
         }
         for label, value in lines.items():
             console.print(f"  {label:<10} {value}")
+
+
+def _piece_count(info: engram.TableInfo) -> int:
+    return sum(len(plane.pieces) for plane in info.planes)
 
 
 def _file_names(info: engram.TableInfo) -> str:
