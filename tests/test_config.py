@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engram.config import EngramConfig, model_has_engram_layers
+from engram.config import EngramConfig
 
 DEFAULTS = {
     "cpu_offload": True,
@@ -249,122 +249,6 @@ def test_no_environment_variable_sets_anything(monkeypatch, explicit, environmen
         for prefix in ("", "VLLM_", "ENGRAM_", "VLLM_ENGRAM_"):
             monkeypatch.setenv(prefix + name.upper(), environment)
     assert EngramConfig(**explicit).to_dict() == DEFAULTS | explicit
-
-
-# --- the model
-
-
-@dataclasses.dataclass
-class VllmModelConfig:
-    """The attributes of vLLM's ModelConfig that matter here."""
-
-    architecture: str
-    hf_text_config: object
-    hf_config: object = None
-
-    @property
-    def architectures(self):
-        return [self.architecture]
-
-
-class TransformersConfig(SimpleNamespace):
-    def get_text_config(self):
-        return getattr(self, "text_config", self)
-
-
-FIELDS = [
-    ("DeepseekV41ForCausalLM", "engram_layer_ids", [1, 14], []),
-    ("Qwen4ExpForCausalLM", "ple_layer_ids", [2], []),
-    ("Qwen4ExpForConditionalGeneration", "ple_layer_ids", (2, 5), ()),
-    ("LongcatFlashNgramForCausalLM", "ngram_vocab_size_ratio", 78, 0),
-    ("LongcatFlashNgramForCausalLM", "ngram_vocab_size_ratio", 0.5, -1),
-]
-SHAPES = {
-    "vllm": lambda name, text: VllmModelConfig(name, SimpleNamespace(**text)),
-    "vllm over transformers": lambda name, text: SimpleNamespace(
-        hf_config=TransformersConfig(architectures=[name], text_config=SimpleNamespace(**text))
-    ),
-    "transformers nested": lambda name, text: TransformersConfig(
-        architectures=[name], text_config=SimpleNamespace(**text)
-    ),
-    "transformers flat": lambda name, text: TransformersConfig(architectures=[name], **text),
-    "dict nested": lambda name, text: {"architectures": [name], "text_config": text},
-    "dict flat": lambda name, text: {"architectures": [name], **text},
-    "dict, named inside": lambda name, text: {"text_config": {"architectures": [name], **text}},
-}
-
-
-@pytest.mark.parametrize(("architecture", "field", "present", "absent"), FIELDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_models_are_recognised_by_their_field(architecture, field, present, absent, shape):
-    config = EngramConfig()
-    model = SHAPES[shape](architecture, {field: present})
-    assert model_has_engram_layers(model) is True
-    config.verify_model_config(model, platform="cpu")
-
-    for text, found in (({}, "is absent"), ({field: None}, "is absent"), ({field: absent}, "is ")):
-        model = SHAPES[shape](architecture, text)
-        assert model_has_engram_layers(model) is False
-        with pytest.raises(ValueError, match=field) as refusal:
-            config.verify_model_config(model, platform="cpu")
-        assert architecture in str(refusal.value)
-        assert found in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "field", "value"),
-    [
-        ("Qwen4ExpForCausalLM", "ple_layer_ids", 2),
-        ("Qwen4ExpForCausalLM", "ple_layer_ids", "2"),
-        ("DeepseekV41ForCausalLM", "engram_layer_ids", True),
-        ("LongcatFlashNgramForCausalLM", "ngram_vocab_size_ratio", True),
-        ("LongcatFlashNgramForCausalLM", "ngram_vocab_size_ratio", [78]),
-        ("LongcatFlashNgramForCausalLM", "ngram_vocab_size_ratio", "78"),
-        ("LongcatFlashNgramForCausalLM", "ngram_vocab_size_ratio", float("nan")),
-    ],
-)
-def test_a_field_of_the_wrong_kind_announces_no_table(architecture, field, value):
-    model = {"architectures": [architecture], field: value}
-    assert not model_has_engram_layers(model)
-    with pytest.raises(ValueError, match=field):
-        EngramConfig().verify_model_config(model, platform="cpu")
-
-
-def test_no_model_is_refused():
-    assert model_has_engram_layers(None) is False
-    with pytest.raises(ValueError, match="no model configuration"):
-        EngramConfig().verify_model_config(None, platform="cpu")
-
-
-@pytest.mark.parametrize(
-    ("model", "found"),
-    [
-        ({"architectures": ["LlamaForCausalLM"], "ple_layer_ids": [2]}, "'LlamaForCausalLM'"),
-        ({"architectures": ["A", "B"]}, "'A', 'B'"),
-        ({"ple_layer_ids": [2]}, "no architecture"),
-        ({}, "no architecture"),
-        (object(), "no architecture"),
-        # vLLM's resolved architecture decides over the checkpoint's own list.
-        (
-            VllmModelConfig("TransformersForCausalLM", None, TransformersConfig(**QWEN)),
-            "'TransformersForCausalLM'",
-        ),
-    ],
-)
-def test_unknown_architectures_are_refused(model, found):
-    assert model_has_engram_layers(model) is False
-    with pytest.raises(ValueError, match="LongcatFlashNgramForCausalLM") as refusal:
-        EngramConfig().verify_model_config(model, platform="cpu")
-    assert f"got {found};" in str(refusal.value)
-
-
-def test_real_transformers_configurations_are_recognised():
-    module = pytest.importorskip("transformers.models.qwen4_exp.configuration_qwen4_exp")
-    text = module.Qwen4ExpTextConfig(ple_layer_ids=[2], eos_token_id=7)
-    whole = module.Qwen4ExpConfig(text_config=text.to_dict())
-    for model in (text, whole, text.to_dict(), whole.to_dict()):
-        assert model_has_engram_layers(model)
-    assert not model_has_engram_layers(module.Qwen4ExpTextConfig(eos_token_id=7))
 
 
 # --- the platform
