@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
@@ -85,7 +85,7 @@ pub enum Mapping {
 pub struct OpenFile {
     path: PathBuf,
     file: File,
-    len: u64,
+    identity: Identity,
     filesystem: Filesystem,
     map: std::result::Result<Map, NoMap>,
     residency: OnceLock<Residency>,
@@ -106,7 +106,7 @@ pub enum NoMap {
 
 impl OpenFile {
     /// Opens a file whose header was read before; it must still be the same, unchanged file.
-    pub fn open(checkpoint_file: &CheckpointFile, mapping: Mapping) -> Result<Self> {
+    pub fn open(checkpoint_file: &CheckpointFile, mapping: Mapping) -> Result<Arc<Self>> {
         let path = checkpoint_file.resolved.as_path();
         let file = OpenOptions::new()
             .read(true)
@@ -129,11 +129,7 @@ impl OpenFile {
                 name: "unknown",
                 remote: false,
             },
-            |statfs| {
-                Filesystem::from_magic(
-                    u64::from_ne_bytes(i64::from(statfs.f_type).to_ne_bytes()) & 0xFFFF_FFFF,
-                )
-            },
+            |statfs| Filesystem::from_magic(statfs.f_type.cast_unsigned() & 0xFFFF_FFFF),
         );
         // Reads of single rows must not pull in their neighbourhood.
         #[cfg(target_os = "linux")]
@@ -145,16 +141,18 @@ impl OpenFile {
                 .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
         };
         let may_query = may_query(&metadata, path);
-        Ok(Self {
+        let open = Arc::new(Self {
             path: path.to_owned(),
             file,
-            len,
+            identity,
             filesystem,
             map,
             residency: OnceLock::new(),
             may_query,
             direct: OnceLock::new(),
-        })
+        });
+        register(&open);
+        Ok(open)
     }
 
     /// The path as it was opened.
@@ -164,12 +162,17 @@ impl OpenFile {
 
     /// Bytes in the file when it was opened.
     pub fn len(&self) -> u64 {
-        self.len
+        self.identity.len
+    }
+
+    /// What the file was when it was opened.
+    pub fn identity(&self) -> Identity {
+        self.identity
     }
 
     /// Whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.identity.len == 0
     }
 
     /// The filesystem it lives on.
@@ -185,7 +188,8 @@ impl OpenFile {
     /// What is believed of the file's pages.
     #[inline]
     pub fn residency(&self) -> &Residency {
-        self.residency.get_or_init(|| Residency::new(self.len))
+        self.residency
+            .get_or_init(|| Residency::new(self.identity.len))
     }
 
     /// Whether the kernel answers truthfully which pages are in memory: it does so only to the
@@ -247,6 +251,15 @@ impl OpenFile {
         Ok(())
     }
 
+    /// A second descriptor of the same file, without the advice for random reads.
+    pub(crate) fn reopen(&self) -> Result<File> {
+        let refuse = |error: io::Error| open_error(&error, &self.path);
+        #[cfg(target_os = "linux")]
+        return File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())).map_err(refuse);
+        #[cfg(not(target_os = "linux"))]
+        return File::open(&self.path).map_err(refuse);
+    }
+
     /// The direct descriptor, opened and proved by one real read on first use.
     pub fn direct(&self) -> std::result::Result<&Direct, i32> {
         self.direct
@@ -264,7 +277,7 @@ impl OpenFile {
             .custom_flags(libc::O_CLOEXEC | libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
             .map_err(|error| errno(&error))?;
-        let flags = rustix::fs::fcntl_getfl(&file).map_err(|error| error.raw_os_error())?;
+        let flags = rustix::fs::fcntl_getfl(&file).map_err(rustix::io::Errno::raw_os_error)?;
         if !flags.contains(rustix::fs::OFlags::DIRECT) {
             return Err(libc::EOPNOTSUPP);
         }
@@ -276,7 +289,7 @@ impl OpenFile {
         let read = file
             .read_at(&mut probe.as_mut_slice()[..length], 0)
             .map_err(|error| errno(&error))?;
-        let expected = usize::try_from(self.len.min(alignment)).unwrap_or(length);
+        let expected = usize::try_from(self.identity.len.min(alignment)).unwrap_or(length);
         if read < expected {
             return Err(libc::EINVAL);
         }
@@ -287,6 +300,53 @@ impl OpenFile {
     fn open_direct(&self) -> std::result::Result<Direct, i32> {
         Err(libc::EOPNOTSUPP)
     }
+}
+
+/// Files that are open for reading rows, so that [`drop_cache`] can unmap their pages first.
+static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+
+fn register(file: &Arc<OpenFile>) {
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.retain(|file| file.strong_count() > 0);
+    open.push(Arc::downgrade(file));
+}
+
+/// Drops the page cache of the file at `path` and forgets what was believed of its pages; returns
+/// the bytes that stayed resident all the same (pages that another process has mapped or locked).
+/// For benchmarks and tests.
+pub fn drop_cache(path: &Path) -> Result<u64> {
+    let refuse = |error: io::Error| Error::io("cannot drop the page cache", &error, path);
+    let file = File::open(path).map_err(|error| open_error(&error, path))?;
+    let identity = Identity::of(&file.metadata().map_err(refuse)?);
+    let open: Vec<_> = {
+        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.iter()
+            .filter_map(Weak::upgrade)
+            .filter(|open| open.identity == identity)
+            .collect()
+    };
+    for file in &open {
+        // Pages in this process's page tables would survive the advice below.
+        if let Ok(map) = file.map() {
+            map.trim(0..map.len()).map_err(refuse)?;
+        }
+        let residency = file.residency();
+        residency.clear(0..residency.pages());
+    }
+    // Dirty pages survive it as well.
+    file.sync_all().map_err(refuse)?;
+    #[cfg(target_os = "linux")]
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)
+        .map_err(|errno| refuse(errno.into()))?;
+    if identity.len == 0 {
+        return Ok(0);
+    }
+    let map = Map::new(&file, identity.len).map_err(refuse)?;
+    let page = rustix::param::page_size() as u64;
+    let mut states = Vec::new();
+    map.resident(0..identity.len.div_ceil(page), &mut states)
+        .map_err(refuse)?;
+    Ok(states.iter().filter(|&&state| state & 1 == 1).count() as u64 * page)
 }
 
 /// Alignment for direct reads: what the kernel says since 6.1, else a page, which every block

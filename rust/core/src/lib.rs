@@ -8,7 +8,16 @@
 //!
 //! `gather.rs` meets them in that order; open it first.
 
+#![cfg_attr(
+    test,
+    allow(
+        clippy::cast_possible_truncation,
+        reason = "tests make bytes out of small numbers"
+    )
+)]
+
 pub mod buffer;
+pub mod cgroup;
 pub mod checkpoint;
 pub mod discover;
 pub mod error;
@@ -25,6 +34,7 @@ pub mod residency;
 pub mod stats;
 pub mod table;
 pub mod threads;
+pub mod warm;
 
 pub use error::{Error, Place, Result};
 

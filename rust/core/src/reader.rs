@@ -161,6 +161,7 @@ pub struct Reader {
     files: Vec<Arc<OpenFile>>,
     mode: Mode,
     threads: usize,
+    advice: Advice,
     max_mapped_bytes: Option<u64>,
     stats: Stats,
     /// Batches left in which beliefs are verified before they are acted on.
@@ -221,7 +222,7 @@ impl Reader {
         };
         let files = files
             .iter()
-            .map(|file| OpenFile::open(file, mapping).map(Arc::new))
+            .map(|file| OpenFile::open(file, mapping))
             .collect::<Result<Vec<_>>>()?;
         let mode = resolve(options.io, &files)?;
         if options.advice != Advice::Normal {
@@ -235,6 +236,7 @@ impl Reader {
             files,
             mode,
             threads: options.threads.unwrap_or_else(threads::available).max(1),
+            advice: options.advice,
             max_mapped_bytes: options.max_mapped_bytes,
             stats: Stats::default(),
             verify: AtomicU32::new(0),
@@ -260,6 +262,11 @@ impl Reader {
     /// Threads for large copies.
     pub fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// Advice for the mapping.
+    pub fn advice(&self) -> Advice {
+        self.advice
     }
 
     /// Cap on the mapping's resident bytes.

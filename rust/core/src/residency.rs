@@ -51,10 +51,6 @@ impl Residency {
 
     #[inline]
     fn page(&self, page: u64) -> bool {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "a page index divided by 64 is an index"
-        )]
         let word = (page >> 6) as usize;
         self.words[word].load(Ordering::Relaxed) >> (page & 63) & 1 == 1
     }

@@ -5,14 +5,13 @@
 //! a lock inside them may have been held at the moment of the fork.
 
 use std::collections::VecDeque;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use crate::cgroup;
 use crate::error::{Error, Result};
 
 /// A value that each process makes for itself on first use.
@@ -54,62 +53,8 @@ pub fn available() -> usize {
     static AVAILABLE: OnceLock<usize> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
         let affinity = std::thread::available_parallelism().map_or(1, usize::from);
-        affinity
-            .min(cgroup_quota(
-                Path::new("/proc/self/cgroup"),
-                Path::new("/sys/fs/cgroup"),
-            ))
-            .max(1)
+        affinity.min(cgroup::cpus()).max(1)
     })
-}
-
-/// CPUs the cgroup quotas leave, rounded up; `usize::MAX` without a quota.
-fn cgroup_quota(membership: &Path, root: &Path) -> usize {
-    let text = fs::read_to_string(membership).unwrap_or_default();
-    let mut quota = usize::MAX;
-    for line in text.lines() {
-        let mut fields = line.splitn(3, ':');
-        let (Some(_), Some(controllers), Some(group)) =
-            (fields.next(), fields.next(), fields.next())
-        else {
-            continue;
-        };
-        let hierarchy = if controllers.is_empty() {
-            root.to_owned()
-        } else if controllers.split(',').any(|controller| controller == "cpu") {
-            root.join("cpu")
-        } else {
-            continue;
-        };
-        let mut group = PathBuf::from(group.trim_start_matches('/'));
-        loop {
-            quota = quota.min(quota_of(&hierarchy.join(&group)));
-            if !group.pop() {
-                break;
-            }
-        }
-    }
-    quota
-}
-
-fn quota_of(group: &Path) -> usize {
-    let read = |name: &str| fs::read_to_string(group.join(name)).ok();
-    let (limit, period) = if let Some(text) = read("cpu.max") {
-        let mut fields = text.split_whitespace().map(str::parse::<u64>);
-        (
-            fields.next().and_then(std::result::Result::ok),
-            fields.next().and_then(std::result::Result::ok),
-        )
-    } else {
-        let number = |name| read(name).and_then(|text| text.trim().parse::<u64>().ok());
-        (number("cpu.cfs_quota_us"), number("cpu.cfs_period_us"))
-    };
-    match (limit, period) {
-        (Some(limit), Some(period)) if period > 0 => usize::try_from(limit.div_ceil(period))
-            .unwrap_or(usize::MAX)
-            .max(1),
-        _ => usize::MAX,
-    }
 }
 
 /// The pool that copies rows: one per process, as many threads as [`available`] says.
@@ -213,32 +158,6 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
-
-    #[test]
-    fn quotas_of_parents_count_too() {
-        let root = tempfile::tempdir().unwrap();
-        let group = root.path().join("a/b");
-        fs::create_dir_all(&group).unwrap();
-        fs::write(root.path().join("a/cpu.max"), "150000 100000\n").unwrap();
-        fs::write(group.join("cpu.max"), "max 100000\n").unwrap();
-        let membership = root.path().join("membership");
-        fs::write(&membership, "0::/a/b\n").unwrap();
-        assert_eq!(cgroup_quota(&membership, root.path()), 2);
-    }
-
-    #[test]
-    fn version_one_quotas_are_read() {
-        let root = tempfile::tempdir().unwrap();
-        let group = root.path().join("cpu/job");
-        fs::create_dir_all(&group).unwrap();
-        fs::write(group.join("cpu.cfs_quota_us"), "300000").unwrap();
-        fs::write(group.join("cpu.cfs_period_us"), "100000").unwrap();
-        let membership = root.path().join("membership");
-        fs::write(&membership, "4:cpu,cpuacct:/job\n2:memory:/job\n").unwrap();
-        assert_eq!(cgroup_quota(&membership, root.path()), 3);
-        fs::write(group.join("cpu.cfs_quota_us"), "-1").unwrap();
-        assert_eq!(cgroup_quota(&membership, root.path()), usize::MAX);
-    }
 
     #[test]
     fn a_blocked_job_does_not_hold_up_the_next() {

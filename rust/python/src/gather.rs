@@ -13,6 +13,7 @@ use engram_core::Error;
 use engram_core::discover::TableRef;
 use engram_core::gather::{Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
+use engram_core::warm;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -175,6 +176,45 @@ impl Reader {
         collected.into_dict(py)
     }
 
+    /// Reads the table into memory; returns the bytes made resident.
+    fn prewarm(
+        &self,
+        py: Python<'_>,
+        max_bytes: Option<u64>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
+        let interrupts = Interrupts::new(None)?;
+        let outcome = py.detach(|| {
+            let guard = self.lock();
+            let reader = guard.as_ref()?;
+            Some(warm::prewarm(reader, max_bytes, &mut |done, total| {
+                interrupts.attached(|py| match &progress {
+                    Some(progress) => progress.call1(py, (done, total)).map(drop),
+                    None => Ok(()),
+                })
+            }))
+        });
+        interrupts.raise(py, outcome.ok_or_else(closed)?)
+    }
+
+    /// Pages of the table, those in memory (None if the kernel does not tell), those believed to
+    /// be, and bytes of a page.
+    fn residency(&self, py: Python<'_>) -> PyResult<(u64, Option<u64>, u64, u64)> {
+        let interrupts = Interrupts::new(None)?;
+        let outcome = py.detach(|| {
+            let guard = self.lock();
+            let reader = guard.as_ref()?;
+            Some(interrupts.run(|control| warm::residency(reader, control)))
+        });
+        let resident = interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        Ok((
+            resident.pages,
+            resident.resident,
+            resident.believed,
+            resident.page_bytes,
+        ))
+    }
+
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
@@ -302,15 +342,18 @@ impl Interrupts {
         &self,
         body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>,
     ) -> engram_core::Result<T> {
-        let interrupt = || {
-            Python::attach(|py| py.check_signals()).map_err(|error| {
-                *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                Error::Cancelled
-            })
-        };
+        let interrupt = || self.attached(|_| Ok(()));
         body(&Control {
             deadline: self.deadline,
             interrupt: &interrupt,
+        })
+    }
+
+    /// Looks for signals, then runs `body`; an exception from either is kept and stops the work.
+    fn attached(&self, body: impl FnOnce(Python<'_>) -> PyResult<()>) -> engram_core::Result<()> {
+        Python::attach(|py| py.check_signals().and_then(|()| body(py))).map_err(|error| {
+            *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            Error::Cancelled
         })
     }
 
@@ -324,4 +367,16 @@ impl Interrupts {
             raised.unwrap_or_else(|| to_py(py, &error))
         })
     }
+}
+
+/// Drops the page cache of `paths`; returns the bytes that stayed resident all the same.
+#[pyfunction]
+pub(crate) fn drop_cache(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<u64> {
+    py.detach(|| {
+        paths
+            .iter()
+            .map(|path| engram_core::file::drop_cache(path))
+            .sum::<engram_core::Result<u64>>()
+    })
+    .or_raise(py)
 }

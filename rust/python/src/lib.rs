@@ -16,7 +16,7 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gather::{Reader, gather_many};
+    use crate::gather::{Reader, drop_cache, gather_many};
     #[pymodule_export]
     use crate::table::tables;
 

@@ -49,7 +49,7 @@ struct Slot {
 
 /// A ring, its slots, and what is in flight.
 pub struct Ring {
-    ring: IoUring,
+    uring: IoUring,
     /// Leaked rather than freed while the kernel may still write to it.
     memory: ManuallyDrop<HostBuffer>,
     slot_bytes: usize,
@@ -63,7 +63,7 @@ impl std::fmt::Debug for Ring {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("Ring")
-            .field("fd", &self.ring.as_raw_fd())
+            .field("fd", &self.uring.as_raw_fd())
             .field("in_flight", &self.in_flight)
             .finish_non_exhaustive()
     }
@@ -72,7 +72,7 @@ impl std::fmt::Debug for Ring {
 impl Ring {
     /// Makes a ring, or gives the kernel's reason why there can be none.
     pub fn new() -> io::Result<Self> {
-        let ring = IoUring::builder()
+        let uring = IoUring::builder()
             .dontfork()
             .setup_coop_taskrun()
             .setup_taskrun_flag()
@@ -83,14 +83,14 @@ impl Ring {
                 _ => Err(error),
             })?;
         let mut probe = Probe::new();
-        ring.submitter().register_probe(&mut probe)?;
-        if !probe.is_supported(opcode::Read::CODE) || !ring.params().is_feature_ext_arg() {
+        uring.submitter().register_probe(&mut probe)?;
+        if !probe.is_supported(opcode::Read::CODE) || !uring.params().is_feature_ext_arg() {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
         let memory =
             HostBuffer::new(1, false).map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM))?;
         Ok(Self {
-            ring,
+            uring,
             memory: ManuallyDrop::new(memory),
             slot_bytes: 0,
             slots: Vec::new(),
@@ -156,7 +156,7 @@ impl Ring {
         // requires zero, `Drop` leaks otherwise). The descriptor stays open because the caller
         // borrows its file for the batch, and the kernel holds its own reference from submission
         // on; `fetch` does not return while an entry is queued and not submitted (`flush`).
-        let pushed = unsafe { self.ring.submission().push(&entry) };
+        let pushed = unsafe { self.uring.submission().push(&entry) };
         assert!(pushed.is_ok(), "the queue has a place for every slot");
         self.in_flight += 1;
     }
@@ -166,9 +166,9 @@ impl Ring {
         let period = Timespec::from(INTERRUPT_PERIOD);
         let arguments = SubmitArgs::new().timespec(&period);
         let entered = if want == 0 {
-            self.ring.submit()
+            self.uring.submit()
         } else {
-            self.ring.submitter().submit_with_args(want, &arguments)
+            self.uring.submitter().submit_with_args(want, &arguments)
         };
         match entered {
             Ok(_) => Ok(()),
@@ -187,7 +187,7 @@ impl Ring {
     /// The next completion of this batch: slot and result.
     fn reap(&mut self) -> Option<(u32, i32)> {
         loop {
-            let completion = self.ring.completion().next()?;
+            let completion = self.uring.completion().next()?;
             self.in_flight -= 1;
             let [slot, generation] = {
                 let data = completion.user_data();
@@ -205,7 +205,7 @@ impl Ring {
     /// descriptors by number, so this must happen while the batch still holds its files open.
     fn flush(&mut self) -> bool {
         for _ in 0..100 {
-            if self.ring.submission().is_empty() {
+            if self.uring.submission().is_empty() {
                 return true;
             }
             if self.enter(0).is_err() {
@@ -354,9 +354,9 @@ fn keep(ring: Ring) {
 
 /// An idle ring of the process, or a new one; the kernel's reason where there can be none.
 pub fn acquire() -> io::Result<Ring> {
-    let kept = rings().ok().and_then(|rings| {
-        rings.1.lock().unwrap_or_else(PoisonError::into_inner).pop()
-    });
+    let kept = rings()
+        .ok()
+        .and_then(|rings| rings.1.lock().unwrap_or_else(PoisonError::into_inner).pop());
     kept.map_or_else(Ring::new, Ok)
 }
 

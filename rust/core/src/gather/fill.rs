@@ -96,9 +96,9 @@ pub(super) fn fill(
             control,
         };
         if way.advised {
-            round.advise_and_copy()?
+            round.advise_and_copy()?;
         } else {
-            round.fetch(&mut deferred, report)?
+            round.fetch(&mut deferred, report)?;
         }
     }
     // Whatever copying the reads left no time for.
@@ -255,11 +255,17 @@ impl Round<'_> {
         if self.way.engine == Engine::Pool {
             return Ok(Box::new(Pool));
         }
-        let reader = self.lanes.iter().find(|lane| Way::of(lane.reader) == self.way).map(|lane| lane.reader);
+        let reader = self
+            .lanes
+            .iter()
+            .find(|lane| Way::of(lane.reader) == self.way)
+            .map(|lane| lane.reader);
         match (uring::acquire(), reader) {
             (Ok(ring), _) => Ok(Box::new(Uring::from(ring))),
             (Err(error), Some(reader)) if reader.mode().asked != Io::Uring => {
-                reader.note_fallback(format!("io_uring refused later ({error}); threads read instead"));
+                reader.note_fallback(format!(
+                    "io_uring refused later ({error}); threads read instead"
+                ));
                 Ok(Box::new(Pool))
             }
             (Err(error), _) => Err(Error::Io {

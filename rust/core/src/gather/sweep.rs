@@ -157,7 +157,7 @@ fn sweep_range(
     let mut copied = 0;
     let begun = Instant::now();
     let mut before = begun;
-    let mut states = Vec::new();
+    let mut answers = Vec::new();
     for start in range.clone().step_by(BLOCK) {
         let block = start..(start + BLOCK).min(range.end);
         let mut padded = 0;
@@ -167,21 +167,17 @@ fn sweep_range(
                 addresses[position - block.start] = RowAddress::UNUSED;
                 continue;
             }
-            match locate(lane, id, verify, &mut states, &mut denied) {
-                Some(address) => {
-                    address.prefetch(lane.plane.row_bytes());
-                    addresses[position - block.start] = address;
-                }
-                None => {
-                    let deferred = block.start..range.end;
-                    let rest = rest.get_or_insert_with(|| Rest {
-                        lane: index,
-                        deferred,
-                        missing: Vec::new(),
-                    });
-                    rest.missing
-                        .push(u32::try_from(position).unwrap_or(u32::MAX));
-                }
+            if let Some(address) = locate(lane, id, verify, &mut answers, &mut denied) {
+                address.prefetch(lane.plane.row_bytes());
+                addresses[position - block.start] = address;
+            } else {
+                let rest = rest.get_or_insert_with(|| Rest {
+                    lane: index,
+                    deferred: block.start..range.end,
+                    missing: Vec::new(),
+                });
+                rest.missing
+                    .push(u32::try_from(position).unwrap_or(u32::MAX));
             }
         }
         if rest.is_some() {
@@ -215,7 +211,7 @@ fn locate<'a>(
     lane: &Lane<'a>,
     id: i64,
     verify: bool,
-    states: &mut Vec<u8>,
+    answers: &mut Vec<u8>,
     denied: &mut usize,
 ) -> Option<RowAddress<'a>> {
     let span = lane.plane.span(id.cast_unsigned());
@@ -228,7 +224,7 @@ fn locate<'a>(
     if !file.residency().contains(span.offset, length as u64) {
         return None;
     }
-    if verify && !is_resident(lane, span.file, span.offset, states) {
+    if verify && !is_resident(lane, span.file, span.offset, answers) {
         *denied += 1;
         return None;
     }
@@ -237,12 +233,17 @@ fn locate<'a>(
 
 /// Asks the kernel whether a row's pages are in memory, and notes the answer. A caller to whom the
 /// kernel would not tell the truth is told no.
-pub(super) fn is_resident(lane: &Lane<'_>, file: usize, offset: u64, states: &mut Vec<u8>) -> bool {
+pub(super) fn is_resident(
+    lane: &Lane<'_>,
+    file: usize,
+    offset: u64,
+    answers: &mut Vec<u8>,
+) -> bool {
     let file = &lane.reader.files()[file];
     let residency = file.residency();
     let pages = residency.pages_of(offset, lane.plane.row_bytes() as u64);
     let Ok(map) = file.map() else { return false };
-    if !file.may_query() || map.resident(pages.clone(), states).is_err() {
+    if !file.may_query() || map.resident(pages.clone(), answers).is_err() {
         residency.clear(pages);
         return false;
     }
@@ -250,7 +251,7 @@ pub(super) fn is_resident(lane: &Lane<'_>, file: usize, offset: u64, states: &mu
         .stats()
         .pages_probed
         .add(pages.end - pages.start);
-    let resident = states.iter().all(|state| state & 1 == 1);
+    let resident = answers.iter().all(|state| state & 1 == 1);
     if resident {
         residency.set(pages);
     } else {
