@@ -15,6 +15,9 @@ from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 
+if TYPE_CHECKING:
+    from engram.views import ViewLoader
+
 __all__ = [
     "CheckpointError",
     "FileGather",
@@ -26,12 +29,15 @@ __all__ = [
     "Rows",
     "TableInfo",
     "TableSet",
+    "ViewLoader",
     "__version__",
     "drop_cache",
     "tables",
 ]
 
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "ViewLoader": "engram.views",
+}
 """Public names by the module they are loaded from on first use."""
 
 

@@ -45,3 +45,14 @@ def gather_many(
     timeout: float | None = None,
 ) -> None: ...
 def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...
+def table_of(name: str) -> str | None: ...
+def bind_views(
+    views: Sequence[tuple[str, str, Sequence[int], int]],
+    num_rows: int | None,
+    config: str | None,
+    table: str | int | None,
+    io: str,
+    threads: int | None,
+    advice: str,
+    max_mapped_bytes: int | None,
+) -> Reader: ...

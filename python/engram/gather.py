@@ -103,10 +103,39 @@ class FileGather:
             )
         if isinstance(table, int) and table < 0:
             raise placed(ValueError(f"table={table}: places in layer order count from 0"))
-        self._path = os.fspath(path)
-        self._native = _engram.Reader(self._path, table, io, threads, advice, max_mapped_bytes)
-        self._info = TableInfo.from_native(self._native.table())
+        path = os.fspath(path)
+        self._open(_engram.Reader(path, table, io, threads, advice, max_mapped_bytes), path)
+
+    def _open(self, native: _engram.Reader, path: str) -> None:
+        self._path = path
+        self._native = native
+        self._info = TableInfo.from_native(native.table())
         self._single = self.planes[0] if len(self.planes) == 1 else None
+
+    @classmethod
+    def over(cls, native: _engram.Reader) -> FileGather:
+        """The gather over a table that the native half has opened."""
+        gather = cls.__new__(cls)
+        gather._open(native, native.table()["files"][0])
+        return gather
+
+    @classmethod
+    def from_views(cls, mapping: Mapping[str, Any], *, num_rows: Any) -> FileGather:
+        """Opens a table by the views into its mapped files that a loader has handed out.
+
+        Args:
+            mapping: Tensors by name, as for `ViewLoader.add`; those of no table are ignored.
+            num_rows: Rows of the table, padding rows included, or the model's configuration.
+
+        Raises:
+            Exception: As `ViewLoader.add` and `ViewLoader.bind` do.
+        """
+        from engram.views import ViewLoader
+
+        loader = ViewLoader(num_rows)
+        for name, tensor in mapping.items():
+            loader.add(name, tensor)
+        return loader.bind()
 
     def gather(
         self,

@@ -21,6 +21,7 @@ mod reading;
 
 use catalogue::Catalogue;
 use location::Directory;
+pub(crate) use reading::parse_config;
 
 /// What a file was when it was opened; a change means that its rows can no longer be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -20,8 +20,9 @@ mod expected;
 mod join;
 mod names;
 
+pub use expected::expected_rows;
 pub use join::join;
-pub use names::{Group, group};
+pub use names::{Group, group, table_of};
 
 /// Which table is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +49,18 @@ pub struct Source<'a> {
     pub file: usize,
     /// Absolute byte offset in that file.
     pub offset: u64,
+}
+
+/// The element type of that name in safetensors headers, e.g. `F8_E4M3`.
+pub fn dtype_of(name: &str) -> Result<Dtype> {
+    serde_json::from_value(Value::String(name.to_owned()))
+        .map_err(|_| Error::Type(format!("{name:?} is no element type of safetensors files")))
+}
+
+/// A model's configuration from the text of its `config.json`.
+pub fn parse_config(text: &str) -> Result<Value> {
+    crate::checkpoint::parse_config(text)
+        .map_err(|error| Error::value(format!("the configuration is not valid JSON: {error}")))
 }
 
 /// What discovery may ask for beyond names, dtypes and shapes.

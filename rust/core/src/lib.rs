@@ -30,6 +30,7 @@ pub mod gather;
 pub mod hash;
 pub mod header;
 pub mod map;
+pub mod maps;
 pub mod plan;
 pub mod primes;
 pub mod reader;
@@ -37,6 +38,7 @@ pub mod residency;
 pub mod stats;
 pub mod table;
 pub mod threads;
+pub mod views;
 pub mod warm;
 
 pub use error::{Error, Place, Result};

@@ -31,7 +31,7 @@ pub(crate) enum TableArgument {
 }
 
 impl TableArgument {
-    fn as_ref(argument: Option<&Self>) -> TableRef<'_> {
+    pub(crate) fn as_ref(argument: Option<&Self>) -> TableRef<'_> {
         match argument {
             None => TableRef::Only,
             Some(Self::Layer(index)) => TableRef::Layer(*index),
@@ -66,6 +66,20 @@ impl Reader {
     #[cfg(feature = "bench")]
     pub(crate) fn first_plane_bytes(&self) -> usize {
         self.plane_bytes[0]
+    }
+
+    /// The open table, for Python.
+    pub(crate) fn over(reader: CoreReader) -> Self {
+        let plane_bytes = reader
+            .table()
+            .planes
+            .iter()
+            .map(engram_core::table::Plane::row_bytes)
+            .collect();
+        Self {
+            reader: RwLock::new(Some(reader)),
+            plane_bytes,
+        }
     }
 
     /// Runs `body` on the open reader, the interpreter released.
@@ -106,16 +120,7 @@ impl Reader {
                 CoreReader::open(located, options)
             })
             .or_raise(py)?;
-        let plane_bytes = reader
-            .table()
-            .planes
-            .iter()
-            .map(engram_core::table::Plane::row_bytes)
-            .collect();
-        Ok(Self {
-            reader: RwLock::new(Some(reader)),
-            plane_bytes,
-        })
+        Ok(Self::over(reader))
     }
 
     /// The table, as a dictionary.

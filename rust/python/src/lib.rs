@@ -7,6 +7,7 @@ mod errors;
 mod gather;
 mod stats;
 mod table;
+mod views;
 
 use pyo3::prelude::*;
 
@@ -24,6 +25,8 @@ mod _engram {
     use crate::gather::{Reader, drop_cache, gather_many};
     #[pymodule_export]
     use crate::table::tables;
+    #[pymodule_export]
+    use crate::views::{bind_views, table_of};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the Python name")]

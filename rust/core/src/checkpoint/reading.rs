@@ -220,9 +220,7 @@ pub(super) fn config(path: &Path) -> Result<Option<Value>> {
     let Some(text) = small_text(path, MAX_CONFIG_BYTES, "configuration")? else {
         return Ok(None);
     };
-    let parsed = serde_json::from_str(&text)
-        .or_else(|error| serde_json::from_str(&without_special_numbers(&text)).map_err(|_| error));
-    match parsed {
+    match parse_config(&text) {
         Ok(config @ Value::Object(_)) => Ok(Some(config)),
         Ok(_) => Err(Error::checkpoint(
             "the configuration is not a JSON object",
@@ -233,6 +231,12 @@ pub(super) fn config(path: &Path) -> Result<Option<Value>> {
             path,
         )),
     }
+}
+
+/// Parses the text of a `config.json`.
+pub(crate) fn parse_config(text: &str) -> serde_json::Result<Value> {
+    serde_json::from_str(text)
+        .or_else(|error| serde_json::from_str(&without_special_numbers(text)).map_err(|_| error))
 }
 
 /// Replaces `NaN` and `Infinity`, which Python's JSON writer produces and JSON does not have, by

@@ -21,21 +21,12 @@ pub(super) fn check(
     let Some(config) = joining.surroundings.config().map(Config) else {
         return Ok(());
     };
-    let layer = joining.group.layer;
-    let expected_rows = match joining.group.family {
-        Family::Qwen => {
-            pieces_fit_their_number(joining, &config, weights)?;
-            layer.and_then(|layer| qwen_rows(&config, layer))
-        }
-        Family::DeepSeek => layer.and_then(|layer| deepseek_rows(&config, layer)),
-        Family::LongCat => {
-            embedders(joining, &config, weights)?;
-            None
-        }
-        Family::Gemma => config.number("vocab_size_per_layer_input"),
-        Family::Plain => None,
-    };
-    if let Some(expected) = expected_rows
+    match joining.group.family {
+        Family::Qwen => pieces_fit_their_number(joining, &config, weights)?,
+        Family::LongCat => embedders(joining, &config, weights)?,
+        Family::DeepSeek | Family::Gemma | Family::Plain => {}
+    }
+    if let Some(expected) = config.rows(joining.group.family, joining.group.layer)
         && expected != rows
     {
         return Err(contradiction(format!(
@@ -57,6 +48,11 @@ pub(super) fn check(
         ));
     }
     Ok(())
+}
+
+/// Rows of a table by the model's configuration; `None` where it does not have all the numbers.
+pub fn expected_rows(config: &Value, family: Family, layer: Option<u32>) -> Option<u64> {
+    Config(config).rows(family, layer)
 }
 
 /// Values per row by the configuration.
@@ -91,6 +87,22 @@ impl<'a> Config<'a> {
     fn get(&self, key: &str) -> Option<&'a Value> {
         let nested = self.0.get("text_config").and_then(|text| text.get(key));
         nested.or_else(|| self.0.get(key))
+    }
+
+    fn rows(&self, family: Family, layer: Option<u32>) -> Option<u64> {
+        match family {
+            Family::Qwen => qwen_rows(self, layer?),
+            Family::DeepSeek => deepseek_rows(self, layer?),
+            Family::LongCat => {
+                let (embedders, multiple) = longcat_numbers(self)?;
+                // Embedder i has m + 2i + 1 rows.
+                multiple
+                    .checked_add(embedders)
+                    .and_then(|mean| mean.checked_mul(embedders))
+            }
+            Family::Gemma => self.number("vocab_size_per_layer_input"),
+            Family::Plain => None,
+        }
     }
 
     fn number(&self, key: &str) -> Option<u64> {

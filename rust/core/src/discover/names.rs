@@ -103,6 +103,11 @@ pub struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
+    /// Its tensors.
+    pub fn sources(&self) -> impl Iterator<Item = Source<'a>> {
+        self.parts.iter().map(|part| part.source)
+    }
+
     /// Full name of the weight tensor, if there is exactly one.
     pub fn only_weight(&self) -> Option<&'a str> {
         let mut weights = self.parts.iter().filter(|part| part.leaf.is_weight());
@@ -138,6 +143,11 @@ pub fn group<'a>(tensors: impl IntoIterator<Item = Source<'a>>) -> Vec<Group<'a>
     }
     groups.sort_by_key(|group| (group.layer.is_none(), group.layer, group.name));
     groups
+}
+
+/// Name of the table that a tensor called `name` is a part of.
+pub fn table_of(name: &str) -> Option<&str> {
+    parse(name).map(|parsed| parsed.table)
 }
 
 /// Reads a tensor's name; `None` when it is no part of a table.

@@ -1,0 +1,254 @@
+"""Tables from tensors that a loader has already mapped, without a copy and without their path.
+
+Servers load weights through their own loaders, which hand out views into mapped files one by one.
+[`ViewLoader`][engram.views.ViewLoader] collects those that belong to a table and, once the loader
+is through, traces each to its file:
+
+```python
+loader = engram.ViewLoader(model_config)
+for name, tensor in weights:  # e.g. from safetensors.safe_open(...).get_tensor
+    loader.add(name, tensor)
+table = loader.bind()  # an engram.FileGather
+```
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from engram import _engram
+from engram._arrays import is_torch
+from engram._errors import placed
+from engram.gather import FileGather
+
+if TYPE_CHECKING:
+    from engram.gather import Advice, Io
+
+__all__ = ["ViewLoader"]
+
+_SAFETENSORS: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""Names of element types in torch and ml_dtypes, and in safetensors files."""
+
+
+class ViewLoader:
+    """Collects the zero-copy views of a table that a loader hands out, and opens their files.
+
+    Views may come in any order and in any number of calls, weights and scales alike; names may have
+    the segment `language_model.` or not. The views are kept until `bind`, so that their mappings
+    stay; they are never read as a whole.
+
+    Args:
+        config_or_num_rows: What says how many rows the table has, padding rows included: the number
+            itself, or the model's configuration (a transformers configuration, vLLM's
+            `ModelConfig`, the content of a `config.json` as a mapping, or its path). Without it a
+            piece that the loader left out could go unnoticed.
+
+    Raises:
+        TypeError: Neither of these.
+        ValueError: A number of rows below 1.
+        FileNotFoundError: There is no such configuration file.
+    """
+
+    def __init__(self, config_or_num_rows: Any) -> None:
+        self._num_rows, self._config = _expectation(config_or_num_rows)
+        self._views: dict[str, Any] = {}
+        self._seen: dict[str, str] = {}
+        self._others = 0
+        self._bound: set[str] = set()
+
+    def add(self, name: str, tensor: Any) -> bool:
+        """Keeps a view, if its name says that it belongs to an n-gram or per-layer table.
+
+        Args:
+            name: The tensor's name in the checkpoint; a loader may have dropped
+                `language_model.` from it.
+            tensor: A CPU torch tensor or a NumPy array whose memory is mapped from a file, e.g.
+                what `safetensors.safe_open(...).get_tensor(name)` gives for torch.
+
+        Returns:
+            Whether the tensor belongs to a table and was kept.
+
+        Raises:
+            RuntimeError: `bind` was called: weights cannot be loaded again into an open table.
+            ValueError: A tensor of that name was added before, or it is not contiguous.
+            TypeError: Not a tensor in host memory, or of an element type safetensors has not.
+        """
+        if self._bound:
+            raise placed(
+                RuntimeError(
+                    f"cannot add {name!r}: the table is bound to its files already. Weights are "
+                    "loaded once; open a new table to serve other files"
+                )
+            )
+        if _engram.table_of(name) is None:
+            self._others += 1
+            return False
+        plain = name.replace("language_model.", "")
+        if plain in self._seen:
+            raise placed(ValueError(f"tensor {name!r} was added before, as {self._seen[plain]!r}"))
+        _describe(name, tensor)  # What cannot be bound is refused where it comes from.
+        self._seen[plain] = name
+        self._views[name] = tensor
+        return True
+
+    def bind(
+        self,
+        table: str | int | None = None,
+        *,
+        io: Io = "auto",
+        threads: int | None = None,
+        advice: Advice = "auto",
+        max_mapped_bytes: int | None = None,
+    ) -> FileGather:
+        """Traces every view to its file, checks that the table is whole, and opens it.
+
+        Each view's memory must be mapped from a file, as `/proc/self/maps` has it, and agree with
+        the file; every piece, scale and bias must be there, and the pieces must make up exactly the
+        expected number of rows. On success the views are let go.
+
+        Args:
+            table: Which table, where views of several were added: its name, or its place in layer
+                order.
+            io: As for `FileGather`.
+            threads: As for `FileGather`.
+            advice: As for `FileGather`.
+            max_mapped_bytes: As for `FileGather`.
+
+        Returns:
+            The open table.
+
+        Raises:
+            ValueError: No view, or views of several tables, were added; or a tensor's memory is
+                the heap, pinned, anonymous or shared memory, or a deleted file. It is named with
+                what backs it.
+            CheckpointError: Pieces or scales are missing or contradict each other or the number of
+                rows, or a view differs from its file.
+            RuntimeError: The table was bound before.
+            OSError: A file cannot be opened.
+        """
+        if not self._views and self._bound:
+            raise placed(RuntimeError("the table is bound already; weights are loaded once"))
+        views = [(name, *_describe(name, tensor)) for name, tensor in self._views.items()]
+        try:
+            native = _engram.bind_views(
+                views, self._num_rows, self._config, table, io, threads, advice, max_mapped_bytes
+            )
+        except ValueError as error:
+            self._name_pinned(error)
+            raise
+        gather = FileGather.over(native)
+        if gather.info.name in self._bound:
+            raise placed(RuntimeError(f"table {gather.info.name!r} is bound already"))
+        self._bound.add(gather.info.name)
+        remaining = {_table_key(name) for name in self._views} - {
+            _plain(name) for name in self._bound
+        }
+        self._views = {
+            name: tensor for name, tensor in self._views.items() if _table_key(name) in remaining
+        }
+        return gather
+
+    def _name_pinned(self, error: ValueError) -> None:
+        """Adds that a refused tensor is pinned: mappings of a driver look like any other."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        for name, tensor in self._views.items():
+            if repr(name).strip("'") in str(error) and is_torch(tensor) and tensor.is_pinned():
+                error.add_note(f"tensor {name!r} lies in pinned host memory")
+
+    def __len__(self) -> int:
+        """Views kept and not yet bound."""
+        return len(self._views)
+
+    def __repr__(self) -> str:
+        state = f", bound {sorted(self._bound)}" if self._bound else ""
+        return f"<engram.ViewLoader of {len(self._views)} views{state}>"
+
+
+def _plain(name: str) -> str:
+    return name.replace("language_model.", "")
+
+
+def _table_key(name: str) -> str:
+    return _plain(_engram.table_of(name) or "")
+
+
+def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
+    """Safetensors dtype, shape and address of a contiguous tensor in host memory."""
+    known = isinstance(tensor, np.ndarray)
+    tensor = cast("Any", tensor)
+    if is_torch(tensor):
+        if tensor.device.type != "cpu":
+            raise placed(
+                TypeError(
+                    f"tensor {name!r} is on {tensor.device}; a view into a mapped file is on the "
+                    "CPU. Load the table's tensors with device='cpu'"
+                )
+            )
+        contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
+    elif known:
+        contiguous, address = tensor.flags.c_contiguous, tensor.__array_interface__["data"][0]
+    else:
+        raise placed(
+            TypeError(
+                f"tensor {name!r} is a {type(tensor).__name__}; pass a CPU torch tensor or a NumPy "
+                "array, such as safe_open(...).get_tensor(name) gives"
+            )
+        )
+    if not contiguous:
+        raise placed(ValueError(f"tensor {name!r} is not contiguous; its rows lie apart in memory"))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _SAFETENSORS:
+        raise placed(TypeError(f"tensor {name!r} has dtype {dtype}, which safetensors has not"))
+    return _SAFETENSORS[dtype], tuple(tensor.shape), address
+
+
+def _expectation(given: Any) -> tuple[int | None, str | None]:
+    """The number of rows, or the text of the configuration that implies it."""
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        rows = operator.index(given)
+        if rows < 1:
+            raise placed(ValueError(f"num_rows={rows} must be at least 1"))
+        return rows, None
+    if isinstance(given, str | os.PathLike):
+        path = Path(cast("Any", given))
+        path = path / "config.json" if path.is_dir() else path
+        return None, path.read_text()
+    config: Any = getattr(given, "hf_config", given)
+    to_dict = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        config = to_dict()
+    if not isinstance(config, Mapping):
+        raise placed(
+            TypeError(
+                "config_or_num_rows must be a number of rows, a model configuration, its mapping "
+                f"or the path of its config.json, not {type(given).__name__}"
+            )
+        )
+    return None, json.dumps(dict(cast("Mapping[str, Any]", config)), default=str)
