@@ -72,7 +72,7 @@ def test_success_is_status_0_and_silent_on_stderr(checkpoint):
         (["inspect", "/no/such/path"], 1, "/no/such/path"),
         (["synth", "/proc/nothing/here"], 1, "/proc/nothing"),
         (["demo", "--size", "huge"], 1, "'huge' is not a size"),
-        (["inspect"], 2, "PATH"),
+        (["inspect"], 2, "Missing argument"),
         (["dance"], 2, "dance"),
     ],
 )
@@ -89,7 +89,10 @@ def test_a_directory_that_may_not_be_read_is_named(tmp_path):
     closed.mkdir(mode=0)
     # Root may read everything, so it becomes somebody else once all modules are loaded.
     code = (
-        "import os, engram.cli.app\n"
+        "import contextlib, io, os\n"
+        "from engram.cli.app import app\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):\n"
+        "    app(['inspect', '/nowhere'])\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"
         "from engram.cli import main\n"
         "main()"

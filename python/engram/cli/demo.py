@@ -164,8 +164,7 @@ def _show_comparison(rows: list[tuple[int, dict[str, Result]]], console: Console
             *(format_seconds(median) for median in medians),
             *(f"{median / medians[0]:.2f}x" for median in medians[1:]),
         )
-    # Figures are worth more than a tidy right edge: never cut them to a narrow terminal.
-    console.print(table, width=120, crop=False)
+    console.print(table)
 
 
 def _batches(info: SynthInfo, tokens: int) -> Iterator[NDArray[np.int64]]:

@@ -6,6 +6,7 @@ import re
 
 from rich.console import Console
 
+_WIDTH = 120
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNITS = {
     "": 1,
@@ -53,8 +54,10 @@ def plural(count: int, noun: str) -> str:
 
 
 def output() -> Console:
-    """Standard output; never colours, cuts or wraps what goes to a file or a pipe."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """Standard output; without colours in a file or a pipe, and never cut to a narrow terminal."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    return console
 
 
 def status() -> Console:
