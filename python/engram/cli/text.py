@@ -48,6 +48,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s"
 
 
+def percent(share: float | None) -> str:
+    """A share from 0 to 1, or that it is not known."""
+    return "unknown" if share is None else f"{share:.1%}"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 file`, `2 files`, `1,234 files`."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
