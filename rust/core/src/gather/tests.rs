@@ -412,3 +412,21 @@ fn a_truncated_file_is_an_error_that_names_the_row() {
         fixture.assert_equal(&out, &[0, 2999], None);
     }
 }
+
+/// A ring is handed from one reader to the next: slots left by buffered reads of odd lengths must
+/// not be given to direct reads.
+#[test]
+fn modes_can_follow_one_another_on_the_same_ring() {
+    let fixture = Fixture::new(&[540], &[(4000, 3)], 1);
+    let ids: Vec<i64> = (0..400).map(|index| index * 37 % 4000).collect();
+    let readers: Vec<Reader> = [Io::Uring, Io::Direct]
+        .into_iter()
+        .filter_map(|io| fixture.open(io))
+        .collect();
+    for _ in 0..3 {
+        for reader in &readers {
+            let (out, _) = fixture.gather(reader, &ids, None).unwrap();
+            fixture.assert_equal(&out, &ids, None);
+        }
+    }
+}
