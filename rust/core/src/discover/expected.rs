@@ -73,6 +73,26 @@ pub(super) fn row_dimension(joining: &Joining<'_>) -> Option<u64> {
     }
 }
 
+/// The field by which a configuration says that the model has tables, with its value.
+pub(super) fn promise(config: Option<&Value>) -> Option<String> {
+    let config = Config(config?);
+    let of_layers = ["ple_layer_ids", "engram_layer_ids"]
+        .into_iter()
+        .find(|key| {
+            let layers = config.get(key).and_then(Value::as_array);
+            layers.is_some_and(|layers| !layers.is_empty())
+        });
+    let of_model = [
+        "hidden_size_per_layer_input",
+        "emb_split_num",
+        "oe_split_num",
+    ]
+    .into_iter()
+    .find(|key| config.number(key).is_some_and(|value| value > 0));
+    let key = of_layers.or(of_model)?;
+    Some(format!("{key} is {}", config.get(key)?))
+}
+
 fn tensors(weights: &Sequence<'_>) -> String {
     match &weights.pieces[..] {
         [(source, _)] => format!("rows of {:?}", source.name),
