@@ -257,9 +257,9 @@ mod tests {
             for (name, record) in &records {
                 packer.push(name, *record);
             }
-            let packed = packer.finish();
-            prop_assert_eq!(packed.len(), records.len());
-            let mut cursor = packed.cursor();
+            let list = packer.finish();
+            prop_assert_eq!(list.len(), records.len());
+            let mut cursor = list.cursor();
             for (name, record) in &records {
                 prop_assert_eq!(cursor.next(), Some((name.as_str(), *record)));
             }
@@ -270,7 +270,7 @@ mod tests {
                     .filter(|(other, _)| other == name)
                     .map(|(_, record)| *record)
                     .collect();
-                prop_assert_eq!(packed.find(name), naive);
+                prop_assert_eq!(list.find(name), naive);
             }
         }
     }
@@ -286,9 +286,9 @@ mod tests {
         ];
         let numbers = shapes.map(|(dtype, shape)| packer.kind(dtype, shape));
         assert_eq!(numbers, [0, 1, 2, 0]);
-        let packed = packer.finish();
-        assert_eq!(packed.kind(1), (Dtype::BF16, &[3, 4][..]));
-        assert_eq!(packed.kind(2), (Dtype::U8, &[][..]));
+        let list = packer.finish();
+        assert_eq!(list.kind(1), (Dtype::BF16, &[3, 4][..]));
+        assert_eq!(list.kind(2), (Dtype::U8, &[][..]));
     }
 
     /// Names as in a model with many experts, whose tables are a small part of its tensors.
@@ -313,12 +313,12 @@ mod tests {
             };
             packer.push(name, record);
         }
-        let packed = packer.finish();
-        let bytes = packed.text.len() + packed.codes.len() + 16 * packed.restarts.len();
+        let list = packer.finish();
+        let bytes = list.text.len() + list.codes.len() + 16 * list.restarts.len();
         assert!(
-            bytes / packed.len() < 40,
+            bytes / list.len() < 40,
             "{} bytes per tensor",
-            bytes / packed.len()
+            bytes / list.len()
         );
     }
 }

@@ -105,7 +105,7 @@ fn tensors(weights: &Sequence<'_>) -> String {
 }
 
 /// A configuration whose language part may be nested.
-struct Config<'a>(&'a Value);
+pub(super) struct Config<'a>(pub(super) &'a Value);
 
 impl<'a> Config<'a> {
     fn get(&self, key: &str) -> Option<&'a Value> {
@@ -135,7 +135,7 @@ fn qwen_heads(config: &Config<'_>) -> Option<u64> {
 /// Rows of the table of a zero-based layer, padding included. Each head has its own prime number of
 /// rows; primes go on from one layer to the next (FORMATS of `qwen4_exp`: layers are numbered from
 /// one in the configuration).
-fn qwen_rows(config: &Config<'_>, layer: u32) -> Option<u64> {
+pub(super) fn qwen_rows(config: &Config<'_>, layer: u32) -> Option<u64> {
     let heads = qwen_heads(config)?;
     let base = config.number("ngram_vocab_size_base")?;
     let divisor = config.number("make_ngram_vocab_size_divisible_by")?;
