@@ -373,6 +373,9 @@ fn what_is_no_regular_file_is_refused_by_its_kind() {
     refused_with(&pipe, &["a named pipe", "pipe.safetensors"]);
     refused_with(folder.path(), &["a named pipe", "pipe.safetensors"]);
     refused_with(Path::new("/dev/null"), &["a device"]);
+    let socket = folder.join("socket.safetensors");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    refused_with(&socket, &["a socket", "socket.safetensors"]);
 }
 
 #[test]

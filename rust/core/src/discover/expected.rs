@@ -172,11 +172,14 @@ fn pieces_fit_their_number(
     config: &Config<'_>,
     weights: &Sequence<'_>,
 ) -> Result<()> {
-    let Some(parts) = config.number("split_ngram_parts") else {
+    let Some(parts) = config
+        .number("split_ngram_parts")
+        .filter(|&parts| parts > 0)
+    else {
         return Ok(());
     };
     let found = u64::try_from(weights.pieces.len()).unwrap_or(u64::MAX);
-    if found <= parts || found == 1 {
+    if found <= parts {
         return Ok(());
     }
     Err(joining.wrong(

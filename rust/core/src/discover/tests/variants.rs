@@ -151,6 +151,21 @@ fn qwen_nvfp4() {
     }
 }
 
+/// Empty pieces at the end may be written for one plane and left out for the other.
+#[test]
+fn empty_pieces_of_one_plane_only() {
+    let weight = |number, rows| shard(number, "U8", rows, 8);
+    let scale = |number: u64, rows| {
+        let name = format!("{QWEN}.shard_{number}.weight_scale");
+        tensor(&name, "F8_E4M3", &[rows, 1])
+    };
+    let global = f32_scalar(&format!("{QWEN}.weight_scale_2"), &[], 2.0);
+    for extra in [weight(1, 0), scale(1, 0)] {
+        let table = only(&[weight(0, 3), scale(0, 3), global.clone(), extra]).unwrap();
+        assert_eq!(table.rows(), 3);
+    }
+}
+
 #[test]
 fn unsharded_nvfp4() {
     let table = only(&[
