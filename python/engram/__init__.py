@@ -1,1 +1,51 @@
-"""Rows of n-gram embedding tables, read in place from safetensors checkpoints."""
+"""Rows of n-gram embedding tables, read in place from safetensors checkpoints.
+
+    rows = engram.FileGather("checkpoint/").gather(ids)
+
+Importing engram imports neither torch nor pydantic; names that need them are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engram._engram import CheckpointError, __version__
+from engram.buffer import HostBuffer
+from engram.gather import FileGather, TableSet
+from engram.rows import Rows
+from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "CheckpointError",
+    "FileGather",
+    "HostBuffer",
+    "PieceInfo",
+    "PlaneInfo",
+    "Planes",
+    "Rows",
+    "TableInfo",
+    "TableSet",
+    "__version__",
+    "tables",
+]
+
+_LAZY: dict[str, str] = {}
+"""Public names by the module they are loaded from on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'engram' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

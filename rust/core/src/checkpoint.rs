@@ -5,6 +5,8 @@
 //! index says is held against what the files contain before anything is served.
 
 use std::collections::{HashMap, HashSet};
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
@@ -35,6 +37,19 @@ pub struct Identity {
     pub modified_ns: i128,
 }
 
+impl Identity {
+    /// What `metadata` says of a file.
+    pub fn of(metadata: &Metadata) -> Self {
+        Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            len: metadata.len(),
+            modified_ns: i128::from(metadata.mtime()) * 1_000_000_000
+                + i128::from(metadata.mtime_nsec()),
+        }
+    }
+}
+
 /// One file of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointFile {
@@ -44,6 +59,20 @@ pub struct CheckpointFile {
     pub resolved: PathBuf,
     /// What it was then.
     pub identity: Identity,
+}
+
+impl CheckpointFile {
+    /// The file at `path` as it is now, its header unread.
+    pub fn of(path: &Path) -> Result<Self> {
+        let refuse = |error: std::io::Error| Error::io("cannot stat", &error, path);
+        let resolved = path.canonicalize().map_err(refuse)?;
+        let identity = Identity::of(&std::fs::metadata(&resolved).map_err(refuse)?);
+        Ok(Self {
+            path: path.to_owned(),
+            resolved,
+            identity,
+        })
+    }
 }
 
 /// How a tensor came into the checkpoint.

@@ -326,6 +326,13 @@ impl Table {
         self.rows() * self.row_bytes() as u64
     }
 
+    /// Replaces every piece's file index by its place in `used`, which lists all of them ascending.
+    pub fn renumber_files(&mut self, used: &[usize]) {
+        for piece in self.planes.iter_mut().flat_map(|plane| &mut plane.pieces) {
+            piece.file = used.partition_point(|&file| file < piece.file);
+        }
+    }
+
     /// Indices of the files that hold any part of the table, ascending, without repeats.
     pub fn files(&self) -> Vec<usize> {
         let mut files: Vec<usize> = self

@@ -1,6 +1,10 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
 
+mod buffer;
 mod errors;
+mod gather;
+mod stats;
+mod table;
 
 use pyo3::prelude::*;
 
@@ -8,7 +12,13 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _engram {
     #[pymodule_export]
+    use crate::buffer::HostBuffer;
+    #[pymodule_export]
     use crate::errors::CheckpointError;
+    #[pymodule_export]
+    use crate::gather::{Reader, drop_cache, gather_many};
+    #[pymodule_export]
+    use crate::table::tables;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the Python name")]

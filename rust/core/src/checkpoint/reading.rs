@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -48,12 +48,7 @@ fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
         .map_err(refuse)?;
     let status = file.metadata().map_err(refuse)?;
     require_regular(&status, path)?;
-    let identity = Identity {
-        device: status.dev(),
-        inode: status.ino(),
-        len: status.len(),
-        modified_ns: i128::from(status.mtime()) * 1_000_000_000 + i128::from(status.mtime_nsec()),
-    };
+    let identity = Identity::of(&status);
     Ok((file, identity))
 }
 
