@@ -96,7 +96,7 @@ pub fn tables(checkpoint: &Checkpoint, plain: bool) -> Result<Vec<Table>> {
     let groups = group(parts.iter().map(|(name, info)| source(name, info)));
     let mut tables = groups
         .iter()
-        .map(|group| join(group, checkpoint))
+        .map(|group| joined(group, checkpoint))
         .collect::<Result<Vec<_>>>()?;
     if plain {
         for (name, info) in checkpoint.tensors() {
@@ -119,7 +119,7 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
     let groups = group(parts.iter().map(|(name, info)| source(name, info)));
     match table {
         TableRef::Only => match &groups[..] {
-            [group] => join(group, checkpoint),
+            [group] => joined(group, checkpoint),
             [] => Err(no_table(checkpoint)),
             _ => Err(Error::value(format!(
                 "{} has {} tables: name one of {}",
@@ -129,7 +129,7 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
             ))),
         },
         TableRef::Layer(place) => match groups.get(place) {
-            Some(group) => join(group, checkpoint),
+            Some(group) => joined(group, checkpoint),
             None if groups.is_empty() => Err(no_table(checkpoint)),
             None => Err(Error::value(format!(
                 "{} has no table {place}: there are {}",
@@ -144,7 +144,7 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
                     .find(|group| group.only_weight() == Some(name))
             });
             match named {
-                Some(group) => join(group, checkpoint),
+                Some(group) => joined(group, checkpoint),
                 None if checkpoint.tensor(name).is_some() => plain_table(checkpoint, name),
                 None if groups.is_empty() => Err(Error::value(format!(
                     "{} has no tensor {name:?}; {}",
@@ -159,6 +159,16 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
             }
         }
     }
+}
+
+/// Joins a group; an error about no file in particular is about the checkpoint.
+fn joined(group: &Group<'_>, checkpoint: &Checkpoint) -> Result<Table> {
+    join(group, checkpoint).map_err(|mut error| {
+        if let Some(place) = error.place_mut() {
+            place.path.get_or_insert_with(|| checkpoint.path.clone());
+        }
+        error
+    })
 }
 
 /// Every tensor that is part of a table by its name, held against the index.

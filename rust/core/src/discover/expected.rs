@@ -132,9 +132,9 @@ fn qwen_heads(config: &Config<'_>) -> Option<u64> {
     orders.checked_mul(config.number("heads_per_ngram")?)
 }
 
-/// Rows of the table of a zero-based layer, padding included. Each head has its own prime number of
-/// rows; primes go on from one layer to the next (FORMATS of `qwen4_exp`: layers are numbered from
-/// one in the configuration).
+/// Rows of the table of a zero-based layer, padding included, as `qwen4_exp` lays them out: every
+/// head has its own prime number of rows, the primes go on from one layer to the next, and the
+/// configuration counts layers from one.
 pub(super) fn qwen_rows(config: &Config<'_>, layer: u32) -> Option<u64> {
     let heads = qwen_heads(config)?;
     let base = config.number("ngram_vocab_size_base")?;

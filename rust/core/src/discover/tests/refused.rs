@@ -5,7 +5,10 @@ use super::*;
 /// Asserts that discovery gives an [`Error::Checkpoint`] with all of `parts` in its message.
 fn refused_with(tensors: &[Tensor], parts: &[&str]) {
     let error = only(tensors).unwrap_err();
-    assert!(matches!(error, Error::Checkpoint { .. }), "{error:?}");
+    let Error::Checkpoint { place, .. } = &error else {
+        panic!("{error:?}");
+    };
+    assert!(place.path.is_some() && place.table.is_some(), "{place:?}");
     let message = error.to_string();
     assert!(message.contains("table \""), "no table in {message:?}");
     for part in parts {
