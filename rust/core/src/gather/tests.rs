@@ -418,7 +418,7 @@ fn a_truncated_file_is_an_error_that_names_the_row() {
 #[test]
 fn modes_can_follow_one_another_on_the_same_ring() {
     let fixture = Fixture::new(&[540], &[(4000, 3)], 1);
-    let neighbours: Vec<i64> = (0..5).collect();
+    let neighbours: Vec<i64> = (0..8).collect();
     let strangers: Vec<i64> = (0..40).map(|index| index * 97).collect();
     let Some(buffered) = fixture.open(Io::Uring) else {
         return;
