@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer
-from engram.gather import FileGather, TableSet
+from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "CheckpointError",
@@ -25,10 +22,12 @@ __all__ = [
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "Residency",
     "Rows",
     "TableInfo",
     "TableSet",
     "__version__",
+    "drop_cache",
     "tables",
 ]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from engram._dtypes import torch_dtype
+from engram._errors import placed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,9 +38,11 @@ def int64_ids(ids: Any) -> NDArray[np.int64]:
     """
     if is_torch(ids):
         if ids.device.type != "cpu":
-            raise TypeError(
-                f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage copies "
-                "tokens from the device once per step and computes ids on the host"
+            raise placed(
+                TypeError(
+                    f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage copies "
+                    "tokens from the device once per step and computes ids on the host"
+                )
             )
         ids = ids.detach().numpy()
     array = np.asarray(ids)
@@ -48,14 +51,18 @@ def int64_ids(ids: Any) -> NDArray[np.int64]:
     if array.size == 0 and not isinstance(ids, np.ndarray) and array.dtype == np.float64:
         return np.empty(array.shape, INT64)  # An empty list has no dtype of its own.
     if array.dtype.kind not in "iu":
-        raise TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)")
+        raise placed(
+            TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)")
+        )
     if array.dtype == np.uint64 and array.size > 0:
         beyond = np.flatnonzero(array.reshape(-1) > np.iinfo(np.int64).max)
         if beyond.size > 0:
             position = int(beyond[0])
-            raise IndexError(
-                f"row id {int(array.reshape(-1)[position])} at position {position} is outside "
-                "every table: ids are at most 2**63 - 1"
+            raise placed(
+                IndexError(
+                    f"row id {int(array.reshape(-1)[position])} at position {position} is outside "
+                    "every table: ids are at most 2**63 - 1"
+                )
             )
     return np.ascontiguousarray(array, INT64).reshape(array.shape)
 
@@ -77,26 +84,34 @@ def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "o
     torch_like = is_torch(out)
     if torch_like:
         if out.device.type != "cpu":
-            raise TypeError(f"{what} is on {out.device}; rows are gathered into host memory")
+            raise placed(
+                TypeError(f"{what} is on {out.device}; rows are gathered into host memory")
+            )
         expected = {torch_dtype(plane.stored_dtype): plane.row_shape}
         expected[sys.modules["torch"].uint8] = (plane.row_bytes,)
     elif isinstance(out, np.ndarray):
         expected = {plane.dtype: plane.row_shape, UINT8: (plane.row_bytes,)}
     else:
-        raise TypeError(
-            f"{what} is a {type(out).__name__}; pass a numpy array, a CPU torch tensor, "
-            "engram.Rows or a HostBuffer"
+        raise placed(
+            TypeError(
+                f"{what} is a {type(out).__name__}; pass a numpy array, a CPU torch tensor, "
+                "engram.Rows or a HostBuffer"
+            )
         )
     row_shape = expected.get(out.dtype)
     if row_shape is None:
-        raise TypeError(
-            f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: uint8). "
-            "engram.dequantize converts gathered rows to values"
+        raise placed(
+            TypeError(
+                f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: uint8). "
+                "engram.dequantize converts gathered rows to values"
+            )
         )
     if tuple(out.shape) != (*shape, *row_shape):
-        raise ValueError(
-            f"{what} has shape {tuple(out.shape)}; ids of shape {shape} give rows of shape "
-            f"{(*shape, *row_shape)} in {out.dtype}"
+        raise placed(
+            ValueError(
+                f"{what} has shape {tuple(out.shape)}; ids of shape {shape} give rows of shape "
+                f"{(*shape, *row_shape)} in {out.dtype}"
+            )
         )
     return _bytes_of(out, torch_like=torch_like, what=what)
 
@@ -104,16 +119,20 @@ def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "o
 def _bytes_of(out: Any, *, torch_like: bool, what: str) -> NDArray[np.uint8]:
     if torch_like:
         if not out.is_contiguous():
-            raise ValueError(f"{what} is not contiguous; pass out.contiguous(), or leave out away")
+            raise placed(
+                ValueError(f"{what} is not contiguous; pass out.contiguous(), or leave out away")
+            )
         torch = sys.modules["torch"]
         flat = out.detach().reshape(-1).view(torch.uint8)
         return cast("NDArray[np.uint8]", flat.numpy())
     if not out.flags.c_contiguous:
-        raise ValueError(
-            f"{what} is not C-contiguous; pass numpy.ascontiguousarray(out), or leave out away"
+        raise placed(
+            ValueError(
+                f"{what} is not C-contiguous; pass numpy.ascontiguousarray(out), or leave out away"
+            )
         )
     if not out.flags.writeable:
-        raise ValueError(f"{what} is read-only; pass a writable array")
+        raise placed(ValueError(f"{what} is read-only; pass a writable array"))
     return cast("NDArray[np.uint8]", out.reshape(-1).view(UINT8))
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from engram import _engram
 from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
+from engram._errors import placed
 from engram.buffer import HostBuffer
 from engram.rows import Rows
 from engram.table import Planes, TableInfo, tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
@@ -22,6 +24,31 @@ Advice = Literal["auto", "random", "normal"]
 
 _PlaneTargets = list[tuple[Any, int, int]]
 """Per plane: writable memory, byte offset of its first row, bytes from one row to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """How much of a table is in memory.
+
+    Attributes:
+        pages: Pages that hold rows of the table.
+        resident: Those that are in memory; None where the kernel does not tell (it tells only the
+            owner of a file and those who may write it) or the file is not mapped.
+        believed: Those that engram believes to be in memory.
+        page_bytes: Bytes of a page.
+    """
+
+    pages: int
+    resident: int | None
+    believed: int
+    page_bytes: int
+
+    @property
+    def share(self) -> float | None:
+        """Share of the table's pages in memory, from 0.0 to 1.0; None where unknown."""
+        if self.resident is None:
+            return None
+        return self.resident / self.pages if self.pages else 1.0
 
 
 class FileGather:
@@ -63,15 +90,19 @@ class FileGather:
         max_mapped_bytes: int | None = None,
     ) -> None:
         if cache_bytes != 0:
-            raise ValueError(
-                f"cache_bytes={cache_bytes!r}: this version has no cache of rows; leave it at 0"
+            raise placed(
+                ValueError(
+                    f"cache_bytes={cache_bytes!r}: this version has no cache of rows; leave it at 0"
+                )
             )
         _require_positive("threads", threads)
         _require_positive("max_mapped_bytes", max_mapped_bytes)
         if isinstance(table, bool) or not isinstance(table, str | int | None):
-            raise TypeError(f"table must be a name, an int or None, not {type(table).__name__}")
+            raise placed(
+                TypeError(f"table must be a name, an int or None, not {type(table).__name__}")
+            )
         if isinstance(table, int) and table < 0:
-            raise ValueError(f"table={table}: places in layer order count from 0")
+            raise placed(ValueError(f"table={table}: places in layer order count from 0"))
         self._path = os.fspath(path)
         self._native = _engram.Reader(self._path, table, io, threads, advice, max_mapped_bytes)
         self._info = TableInfo.from_native(self._native.table())
@@ -110,11 +141,16 @@ class FileGather:
             TimeoutError: The timeout passed.
             OSError: A read failed, with errno, path, offset and row.
         """
-        if type(out) is np.ndarray and type(ids) is np.ndarray:
+        if (
+            type(out) is np.ndarray
+            and type(ids) is np.ndarray
+            and out.dtype is UINT8
+            and ids.dtype is INT64
+            and ids.flags.c_contiguous
+        ):
             # A decode step with its buffers ready: nothing to convert, the native half checks.
-            if out.dtype is UINT8 and ids.dtype is INT64 and ids.flags.c_contiguous:
-                self._native.gather(ids, out, pad_id, timeout)
-                return out
+            self._native.gather(ids, out, pad_id, timeout)
+            return out
         torch_like = is_torch(ids)
         flat = int64_ids(ids)
         shape = flat.shape
@@ -133,7 +169,9 @@ class FileGather:
         if isinstance(out, HostBuffer):
             needed = planes.nbytes(count)
             if out.nbytes < needed:
-                raise ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
+                raise placed(
+                    ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
+                )
             return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
         if self._single is not None:
             plane = self._single
@@ -159,6 +197,13 @@ class FileGather:
         """
         _require_positive("max_bytes", max_bytes)
         return self._native.prewarm(max_bytes, progress)
+
+    def residency(self) -> Residency:
+        """Asks the kernel how much of the table is in memory.
+
+        Takes some tens of nanoseconds per page: a third of a second for 47.7 GiB.
+        """
+        return Residency(*self._native.residency())
 
     def stats(self) -> dict[str, Any]:
         """What runs, what it fell back from, and what has been done since opening.
@@ -201,7 +246,7 @@ class FileGather:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """numpy dtype of the weight plane."""
+        """Numpy dtype of the weight plane."""
         return self.planes[0].dtype
 
     @property
@@ -268,9 +313,25 @@ def _require_positive(name: str, value: int | None) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer or None")
+        raise placed(ValueError(f"{name}={value!r} must be an integer or None"))
     if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1, or None")
+        raise placed(ValueError(f"{name}={value} must be at least 1, or None"))
+
+
+def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
+    """Drops the page cache of files, for benchmarks and tests.
+
+    Args:
+        files: One path or several, such as `FileGather.files`.
+
+    Returns:
+        Bytes that stayed resident all the same, because another process maps or locks them.
+
+    Raises:
+        OSError: A file cannot be opened or synced.
+    """
+    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+    return _engram.drop_cache([os.fspath(path) for path in paths])
 
 
 class TableSet:
@@ -293,7 +354,7 @@ class TableSet:
                 info.name: FileGather(source, info.name, io=io) for info in tables(source)
             }
             if not self._gathers:
-                raise ValueError(f"{os.fspath(source)} holds no n-gram or per-layer table")
+                raise placed(ValueError(f"{os.fspath(source)} holds no n-gram or per-layer table"))
         elif hasattr(source, "keys"):
             self._gathers = dict(cast("Mapping[str, FileGather]", source))
         else:

@@ -87,8 +87,8 @@ pub struct OpenFile {
     file: File,
     identity: Identity,
     filesystem: Filesystem,
-    map: std::result::Result<Map, NoMap>,
-    residency: OnceLock<Residency>,
+    map: std::result::Result<Arc<Map>, NoMap>,
+    residency: OnceLock<Arc<Residency>>,
     may_query: bool,
     direct: OnceLock<std::result::Result<Direct, i32>>,
 }
@@ -138,6 +138,7 @@ impl OpenFile {
             Mapping::Never => Err(NoMap::NotWanted),
             Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
             Mapping::IfSafe | Mapping::Required => Map::new(&file, len)
+                .map(Arc::new)
                 .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
         };
         let may_query = may_query(&metadata, path);
@@ -181,15 +182,15 @@ impl OpenFile {
     }
 
     /// The mapping, or why there is none.
-    pub fn map(&self) -> std::result::Result<&Map, NoMap> {
+    pub fn map(&self) -> std::result::Result<&Arc<Map>, NoMap> {
         self.map.as_ref().map_err(|reason| *reason)
     }
 
     /// What is believed of the file's pages.
     #[inline]
-    pub fn residency(&self) -> &Residency {
+    pub fn residency(&self) -> &Arc<Residency> {
         self.residency
-            .get_or_init(|| Residency::new(self.identity.len))
+            .get_or_init(|| Arc::new(Residency::new(self.identity.len)))
     }
 
     /// Whether the kernel answers truthfully which pages are in memory: it does so only to the

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::buffer::PlaneSink;
+use crate::cuts::Cuts;
 use crate::error::{Error, Result};
 use crate::reader::{Io, Reader};
 use crate::table::Plane;
@@ -80,6 +81,8 @@ struct Lane<'a> {
     pad_id: Option<i64>,
     /// Where this reader's files begin in the gather's list of files.
     first_file: u32,
+    /// The short way to this plane's mapped rows; needed unless all rows are read.
+    cuts: Option<&'a Cuts>,
     belief: Belief,
 }
 
@@ -127,8 +130,9 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
         stats
             .bytes_wanted
             .add(request.ids.len() as u64 * reader.table().row_bytes() as u64);
-        for (plane, sink) in reader.table().planes.iter().zip(&request.sinks) {
+        for (index, (plane, sink)) in reader.table().planes.iter().zip(&request.sinks).enumerate() {
             lanes.push(Lane {
+                cuts: reader.cuts(index),
                 reader,
                 plane,
                 sink,

@@ -16,9 +16,12 @@
     )
 )]
 
+#[cfg(all(feature = "bench", target_os = "linux"))]
+pub mod bench;
 pub mod buffer;
 pub mod cgroup;
 pub mod checkpoint;
+mod cuts;
 pub mod discover;
 pub mod error;
 pub mod fetch;

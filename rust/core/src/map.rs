@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 
@@ -22,6 +23,54 @@ pub struct Map {
     map: MmapRaw,
 }
 
+/// A range of a mapping, kept alive: rows inside it are found with one addition.
+#[derive(Debug, Clone)]
+pub struct Window {
+    address: *const u8,
+    len: usize,
+    map: Arc<Map>,
+}
+
+// SAFETY: the address lies in a shared, read-only mapping that `map` keeps alive; reading it from
+// another thread is no different from reading it here.
+unsafe impl Send for Window {}
+// SAFETY: as for `Send`; a `Window` has no interior state.
+unsafe impl Sync for Window {}
+
+impl Window {
+    /// The `len` bytes of `map` from `offset` on; `None` if they do not all lie in it.
+    pub fn new(map: &Arc<Map>, offset: u64, len: u64) -> Option<Self> {
+        let offset = usize::try_from(offset).ok()?;
+        let len = usize::try_from(len).ok()?;
+        if offset > map.len() || len > map.len() - offset {
+            return None;
+        }
+        Some(Self {
+            address: map.map.as_ptr().wrapping_add(offset),
+            len,
+            map: Arc::clone(map),
+        })
+    }
+
+    /// The mapping.
+    pub fn map(&self) -> &Map {
+        &self.map
+    }
+
+    /// Address of the `len` bytes at `offset` of the window, which must lie inside it.
+    #[inline(always)]
+    pub fn row(&self, offset: usize, len: usize) -> RowAddress<'_> {
+        assert!(
+            offset <= self.len && len <= self.len - offset,
+            "row inside its window"
+        );
+        RowAddress {
+            address: self.address.wrapping_add(offset),
+            map: PhantomData,
+        }
+    }
+}
+
 /// Address of one row inside a mapping, proven to lie in it.
 #[derive(Debug, Clone, Copy)]
 pub struct RowAddress<'m> {
@@ -29,32 +78,18 @@ pub struct RowAddress<'m> {
     map: PhantomData<&'m Map>,
 }
 
+// SAFETY: the address lies in a shared, read-only mapping that outlives 'm; reading it from another
+// thread is no different from reading it here.
+unsafe impl Send for RowAddress<'_> {}
+// SAFETY: as for `Send`; a `RowAddress` has no interior state.
+unsafe impl Sync for RowAddress<'_> {}
+
 impl RowAddress<'_> {
     /// Placeholder for unused places of a block.
     pub(crate) const UNUSED: Self = Self {
         address: std::ptr::null(),
         map: PhantomData,
     };
-
-    /// Asks the processor to bring the row's first `row_bytes` bytes closer.
-    #[inline]
-    pub(crate) fn prefetch(self, row_bytes: usize) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // A row of an n-gram table spans at most a handful of lines; wider rows stream well
-            // by themselves after their first lines.
-            let mut byte = 0;
-            while byte < row_bytes.min(512) {
-                // SAFETY: a prefetch of any address has no architectural effect; this one lies in
-                // the mapping because the row does.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(self.address.wrapping_add(byte).cast()) };
-                byte += 64;
-            }
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = row_bytes;
-    }
 }
 
 impl Map {
@@ -175,18 +210,16 @@ impl Map {
 }
 
 /// Copies `rows` into consecutive positions of `sink` from `first` on.
+///
+/// Short rows are a few inlined moves. For longer ones a call of the C library's `memcpy` wins: it
+/// uses the widest registers the processor has, so a row that misses the cache occupies fewer load
+/// slots while it waits (39 against 44 ns per row of 160 bytes).
 #[inline]
 pub(crate) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
-    // Constant lengths become a few vector moves; the general case is a call per row.
     match sink.row_bytes() {
         8 => copy_fixed::<8>(rows, sink, first),
         10 => copy_fixed::<10>(rows, sink, first),
         80 => copy_fixed::<80>(rows, sink, first),
-        128 => copy_fixed::<128>(rows, sink, first),
-        160 => copy_fixed::<160>(rows, sink, first),
-        256 => copy_fixed::<256>(rows, sink, first),
-        320 => copy_fixed::<320>(rows, sink, first),
-        512 => copy_fixed::<512>(rows, sink, first),
         _ => {
             for (index, row) in rows.iter().enumerate() {
                 copy_row(*row, sink, first + index);
@@ -195,7 +228,7 @@ pub(crate) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: us
     }
 }
 
-#[inline]
+#[inline(always)]
 fn copy_fixed<const BYTES: usize>(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
     assert_eq!(sink.row_bytes(), BYTES);
     for (index, row) in rows.iter().enumerate() {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::checkpoint::{Checkpoint, CheckpointFile};
+use crate::cuts::Cuts;
 use crate::discover::{self, TableRef};
 use crate::error::{Error, Result};
 use crate::file::{Mapping, NoMap, OpenFile};
@@ -159,6 +160,8 @@ const VERIFY_BATCHES: u32 = 64;
 pub struct Reader {
     table: Table,
     files: Vec<Arc<OpenFile>>,
+    /// Per plane, the short way to mapped rows; empty unless rows may be copied from the mapping.
+    cuts: Vec<Cuts>,
     mode: Mode,
     threads: usize,
     advice: Advice,
@@ -231,7 +234,17 @@ impl Reader {
                 drop(map.advise_random());
             }
         }
+        let cuts = if mode.mapped {
+            table
+                .planes
+                .iter()
+                .map(|plane| Cuts::new(plane, &files))
+                .collect::<Option<_>>()
+        } else {
+            None
+        };
         Ok(Self {
+            cuts: cuts.unwrap_or_default(),
             table,
             files,
             mode,
@@ -252,6 +265,11 @@ impl Reader {
     /// Its files; the table's pieces index them.
     pub fn files(&self) -> &[Arc<OpenFile>] {
         &self.files
+    }
+
+    /// The short way to the mapped rows of a plane, where there is one.
+    pub(crate) fn cuts(&self, plane: usize) -> Option<&Cuts> {
+        self.cuts.get(plane)
     }
 
     /// What runs.

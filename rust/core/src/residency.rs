@@ -10,11 +10,21 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Believed residency of one file.
+///
+/// A second, much smaller set of bits says of each 64 pages whether all of them are believed
+/// resident. Once a table has been prewarmed it answers alone, out of the first-level cache, where
+/// the full set of a large table would cost a miss per row.
 #[derive(Debug)]
 pub struct Residency {
     words: Box<[AtomicU64]>,
+    /// One bit per word of `words`: all its pages are believed resident.
+    full: Box<[AtomicU64]>,
     pages: u64,
     page_shift: u32,
+}
+
+fn zeroed(count: u64) -> Box<[AtomicU64]> {
+    (0..count).map(|_| AtomicU64::new(0)).collect()
 }
 
 impl Residency {
@@ -22,10 +32,15 @@ impl Residency {
     pub fn new(len: u64) -> Self {
         let page_shift = rustix::param::page_size().trailing_zeros();
         let pages = len.div_ceil(1 << page_shift);
-        let words = usize::try_from(pages.div_ceil(64)).unwrap_or(usize::MAX);
-        let words = (0..words).map(|_| AtomicU64::new(0)).collect();
+        let words = zeroed(pages.div_ceil(64));
+        if let (Some(last), used @ 1..) = (words.last(), pages % 64) {
+            // Pages past the end never come in; without them the last word could not be full.
+            last.store(u64::MAX << used, Ordering::Relaxed);
+        }
+        let full = zeroed(pages.div_ceil(64 * 64));
         Self {
             words,
+            full,
             pages,
             page_shift,
         }
@@ -38,46 +53,59 @@ impl Residency {
 
     /// Bytes this belief itself occupies.
     pub fn memory_bytes(&self) -> u64 {
-        8 * self.words.len() as u64
+        8 * (self.words.len() + self.full.len()) as u64
     }
 
     /// Pages that hold the bytes `[offset, offset + len)`.
-    #[inline]
+    #[inline(always)]
     pub fn pages_of(&self, offset: u64, len: u64) -> Range<u64> {
         let first = offset >> self.page_shift;
         let end = ((offset + len.max(1) - 1) >> self.page_shift) + 1;
         first..end
     }
 
-    #[inline]
-    fn page(&self, page: u64) -> bool {
-        let word = (page >> 6) as usize;
-        self.words[word].load(Ordering::Relaxed) >> (page & 63) & 1 == 1
+    #[inline(always)]
+    fn bit(words: &[AtomicU64], index: u64) -> bool {
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "a bit index divided by 64 is an index"
+        )]
+        let word = (index >> 6) as usize;
+        words[word].load(Ordering::Relaxed) >> (index & 63) & 1 == 1
     }
 
     /// Whether every page of `[offset, offset + len)` is believed resident.
-    #[inline]
+    #[inline(always)]
     pub fn contains(&self, offset: u64, len: u64) -> bool {
         let pages = self.pages_of(offset, len);
-        self.page(pages.start)
-            && (pages.end - pages.start == 1
-                || (pages.start + 1..pages.end).all(|page| self.page(page)))
+        let (first, last) = (pages.start >> 6, (pages.end - 1) >> 6);
+        if Self::bit(&self.full, first)
+            && (first == last || Self::bit(&self.full, last))
+            && last - first < 2
+        {
+            return true;
+        }
+        pages.into_iter().all(|page| Self::bit(&self.words, page))
     }
 
     /// Notes that `pages` are in memory.
     pub fn set(&self, pages: Range<u64>) {
-        self.for_words(pages, |word, mask| {
+        self.for_words(pages, |index, word, mask| {
             // Most bits are set once and stay: reading first keeps the line shared.
             if word.load(Ordering::Relaxed) & mask != mask {
-                word.fetch_or(mask, Ordering::Relaxed);
+                let before = word.fetch_or(mask, Ordering::Relaxed);
+                if before | mask == u64::MAX {
+                    self.full[index / 64].fetch_or(1 << (index % 64), Ordering::Relaxed);
+                }
             }
         });
     }
 
     /// Notes that `pages` are not in memory.
     pub fn clear(&self, pages: Range<u64>) {
-        self.for_words(pages, |word, mask| {
+        self.for_words(pages, |index, word, mask| {
             if word.load(Ordering::Relaxed) & mask != 0 {
+                self.full[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Relaxed);
                 word.fetch_and(!mask, Ordering::Relaxed);
             }
         });
@@ -86,24 +114,22 @@ impl Residency {
     /// Pages of `pages` believed resident.
     pub fn count(&self, pages: Range<u64>) -> u64 {
         let mut total = 0;
-        self.for_words(pages, |word, mask| {
+        self.for_words(pages, |_, word, mask| {
             total += u64::from((word.load(Ordering::Relaxed) & mask).count_ones());
         });
         total
     }
 
-    fn for_words(&self, pages: Range<u64>, mut each: impl FnMut(&AtomicU64, u64)) {
+    fn for_words(&self, pages: Range<u64>, mut each: impl FnMut(usize, &AtomicU64, u64)) {
         let end = pages.end.min(self.pages);
         let mut page = pages.start;
         while page < end {
             let bit = page & 63;
             let count = (64 - bit).min(end - page);
             let mask = (u64::MAX >> (64 - count)) << bit;
-            if let Some(word) = usize::try_from(page >> 6)
-                .ok()
-                .and_then(|word| self.words.get(word))
-            {
-                each(word, mask);
+            let index = usize::try_from(page >> 6).unwrap_or(usize::MAX);
+            if let Some(word) = self.words.get(index) {
+                each(index, word, mask);
             }
             page += count;
         }

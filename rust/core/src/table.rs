@@ -184,6 +184,11 @@ impl Plane {
         self.rows
     }
 
+    /// `pieces / rows` as a 64-bit fixed-point fraction.
+    pub(crate) fn reciprocal(&self) -> u64 {
+        self.reciprocal
+    }
+
     /// Index of the piece that holds `row`, which must be below [`Plane::rows`].
     #[inline]
     pub fn piece_of(&self, row: u64) -> usize {

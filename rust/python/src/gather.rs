@@ -62,8 +62,14 @@ impl Reader {
         self.reader.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Bytes of the first plane's rows.
+    #[cfg(feature = "bench")]
+    pub(crate) fn first_plane_bytes(&self) -> usize {
+        self.plane_bytes[0]
+    }
+
     /// Runs `body` on the open reader, the interpreter released.
-    fn with<T: Send>(
+    pub(crate) fn with<T: Send>(
         &self,
         py: Python<'_>,
         body: impl Send + FnOnce(&CoreReader) -> engram_core::Result<T>,

@@ -1,5 +1,7 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
 
+#[cfg(feature = "bench")]
+mod bench;
 mod buffer;
 mod errors;
 mod gather;
@@ -11,6 +13,9 @@ use pyo3::prelude::*;
 /// Native half of engram.
 #[pymodule]
 mod _engram {
+    #[cfg(feature = "bench")]
+    #[pymodule_export]
+    use crate::bench::{bench_copy, bench_uring};
     #[pymodule_export]
     use crate::buffer::HostBuffer;
     #[pymodule_export]

@@ -6,13 +6,17 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Belief, CHECK_PERIOD, Control, Lane};
+use crate::cuts::Cuts;
 use crate::error::{Error, Result};
 use crate::map::{self, RowAddress};
 use crate::threads;
 
 /// Rows handled together: enough to overlap their memory latencies, few enough for registers and
-/// stack, and the distance after which a slow copy is noticed.
-const BLOCK: usize = 32;
+/// stack.
+const BLOCK: usize = 1024;
+
+/// Rows copied between two looks at the clock.
+const STRIP: usize = 1024;
 
 /// Rows per task when a batch is shared among threads.
 const CHUNK: usize = 1024;
@@ -132,8 +136,8 @@ fn check(control: &Control<'_>, checked: &mut Instant) -> Result<()> {
     }
 }
 
-/// Sweeps `range` of one lane. Blocks are copied as they are found resident; from the first block
-/// with a missing row on, copying is left for the time when reads are in flight.
+/// Sweeps `range` of one lane. Rows are copied as they are found resident; from the first block with
+/// a missing row on, copying is left for the time when reads are in flight.
 fn sweep_range(
     lanes: &[Lane<'_>],
     index: usize,
@@ -141,7 +145,7 @@ fn sweep_range(
     verify: bool,
 ) -> Option<Rest> {
     let lane = &lanes[index];
-    if lane.belief == Belief::Nothing {
+    let Some(cuts) = lane.cuts.filter(|_| lane.belief != Belief::Nothing) else {
         let missing = unmapped(lane, range.clone());
         let deferred = range.start..range.start;
         return (!missing.is_empty()).then_some(Rest {
@@ -149,86 +153,131 @@ fn sweep_range(
             deferred,
             missing,
         });
-    }
-    let mut verify = verify || lane.reader.verifies();
-    let mut denied = 0;
-    let mut addresses = [RowAddress::UNUSED; BLOCK];
-    let mut rest: Option<Rest> = None;
-    let mut copied = 0;
+    };
+    let mut sweep = Sweep {
+        lane,
+        cuts,
+        verify: verify || lane.reader.verifies(),
+        answers: Vec::new(),
+        denied: 0,
+        copied: 0,
+        rest: None,
+    };
     let begun = Instant::now();
     let mut before = begun;
-    let mut answers = Vec::new();
-    for start in range.clone().step_by(BLOCK) {
-        let block = start..(start + BLOCK).min(range.end);
-        let mut padded = 0;
-        for (&id, position) in lane.ids[block.clone()].iter().zip(block.clone()) {
-            if lane.is_pad(id) {
-                padded += 1;
-                addresses[position - block.start] = RowAddress::UNUSED;
-                continue;
+    for start in range.clone().step_by(STRIP) {
+        let strip = start..(start + STRIP).min(range.end);
+        let mut position = strip.start;
+        if sweep.rest.is_none() && !sweep.verify {
+            position = sweep.copy_believed(strip.clone());
+        }
+        if position < strip.end {
+            sweep.sort_out(index, position..strip.end, range.end);
+        }
+        if sweep.rest.is_none() {
+            // Reading the clock waits for loads in flight, so it is done once per strip.
+            let now = Instant::now();
+            sweep.verify |= was_slow(lane, now.duration_since(before), strip.len());
+            before = now;
+        }
+    }
+    // A deadline verifies too, but says nothing about beliefs that were found wrong.
+    if sweep.verify && sweep.denied == 0 && lane.reader.verifies() {
+        lane.reader.trust_more();
+    }
+    let stats = lane.reader.stats();
+    stats.rows_resident.add(sweep.copied as u64);
+    if sweep.copied > 0 {
+        stats.copy.record(before.duration_since(begun));
+    }
+    sweep.rest
+}
+
+/// The sweep of one range.
+struct Sweep<'l> {
+    lane: &'l Lane<'l>,
+    cuts: &'l Cuts,
+    /// Ask the kernel before a belief is acted on.
+    verify: bool,
+    answers: Vec<u8>,
+    /// Beliefs the kernel denied.
+    denied: usize,
+    copied: usize,
+    rest: Option<Rest>,
+}
+
+impl<'l> Sweep<'l> {
+    /// Copies blocks as long as all their rows are believed resident; returns where it stopped.
+    #[inline]
+    fn copy_believed(&mut self, strip: Range<usize>) -> usize {
+        let lane = self.lane;
+        let all = lane.belief == Belief::All;
+        let mut addresses = [RowAddress::UNUSED; BLOCK];
+        let mut position = strip.start;
+        while position < strip.end {
+            let block = &lane.ids[position..(position + BLOCK).min(strip.end)];
+            if lane.pad_id.is_some() && block.iter().any(|&id| lane.is_pad(id)) {
+                break;
             }
-            if let Some(address) = locate(lane, id, verify, &mut answers, &mut denied) {
-                address.prefetch(lane.plane.row_bytes());
-                addresses[position - block.start] = address;
+            let mut believed = true;
+            for (address, &id) in addresses.iter_mut().zip(block) {
+                let found = self.cuts.find(id);
+                believed &= found.believed;
+                *address = found.address;
+            }
+            if !believed && !all {
+                break;
+            }
+            map::copy_rows(&addresses[..block.len()], lane.sink, position);
+            position += block.len();
+        }
+        self.copied += position - strip.start;
+        position
+    }
+
+    /// Handles positions one by one: pads are zeroed, missing rows noted, resident rows copied, or
+    /// left for later once a row is missing.
+    fn sort_out(&mut self, index: usize, positions: Range<usize>, end: usize) {
+        for position in positions {
+            let id = self.lane.ids[position];
+            if self.lane.is_pad(id) {
+                self.lane.sink.zero(position);
+            } else if let Some(address) = self.resident(id) {
+                if self.rest.is_none() {
+                    map::copy_row(address, self.lane.sink, position);
+                    self.copied += 1;
+                }
             } else {
-                let rest = rest.get_or_insert_with(|| Rest {
+                let deferred = position..end;
+                let rest = self.rest.get_or_insert_with(|| Rest {
                     lane: index,
-                    deferred: block.start..range.end,
+                    deferred,
                     missing: Vec::new(),
                 });
                 rest.missing
                     .push(u32::try_from(position).unwrap_or(u32::MAX));
             }
         }
-        if rest.is_some() {
-            continue;
-        }
-        if padded == 0 {
-            map::copy_rows(&addresses[..block.len()], lane.sink, block.start);
-        } else {
-            copy_around_pads(lane, &addresses, block.clone());
-        }
-        copied += block.len() - padded;
-        let now = Instant::now();
-        verify |= was_slow(lane, now.duration_since(before), block.len());
-        before = now;
     }
-    // A deadline verifies too, but says nothing about beliefs that were found wrong.
-    if verify && denied == 0 && lane.reader.verifies() {
-        lane.reader.trust_more();
-    }
-    let stats = lane.reader.stats();
-    stats.rows_resident.add(copied as u64);
-    if copied > 0 {
-        stats.copy.record(before.duration_since(begun));
-    }
-    rest
-}
 
-/// Address of a row whose pages are all believed resident (and, with `verify`, are).
-#[inline]
-fn locate<'a>(
-    lane: &Lane<'a>,
-    id: i64,
-    verify: bool,
-    answers: &mut Vec<u8>,
-    denied: &mut usize,
-) -> Option<RowAddress<'a>> {
-    let span = lane.plane.span(id.cast_unsigned());
-    let file = &lane.reader.files()[span.file];
-    let length = lane.plane.row_bytes();
-    let map = file.map().ok()?;
-    if lane.belief == Belief::All {
-        return Some(map.row(span.offset, length));
+    /// Address of a row whose pages are all believed resident and, when verifying, are.
+    fn resident(&mut self, id: i64) -> Option<RowAddress<'l>> {
+        let found = self.cuts.find(id);
+        if self.lane.belief == Belief::All {
+            return Some(found.address);
+        }
+        if !found.believed {
+            return None;
+        }
+        if self.verify {
+            let span = self.lane.plane.span(id.cast_unsigned());
+            if !is_resident(self.lane, span.file, span.offset, &mut self.answers) {
+                self.denied += 1;
+                return None;
+            }
+        }
+        Some(found.address)
     }
-    if !file.residency().contains(span.offset, length as u64) {
-        return None;
-    }
-    if verify && !is_resident(lane, span.file, span.offset, answers) {
-        *denied += 1;
-        return None;
-    }
-    Some(map.row(span.offset, length))
 }
 
 /// Asks the kernel whether a row's pages are in memory, and notes the answer. A caller to whom the
@@ -281,16 +330,6 @@ fn new_major_faults() -> u64 {
     let now = map::major_faults();
     let seen = SEEN.replace(Some(now)).unwrap_or(now);
     u64::try_from(now - seen).unwrap_or(0)
-}
-
-fn copy_around_pads(lane: &Lane<'_>, addresses: &[RowAddress<'_>], block: Range<usize>) {
-    for (position, &address) in block.clone().zip(addresses) {
-        if lane.is_pad(lane.ids[position]) {
-            lane.sink.zero(position);
-        } else {
-            map::copy_row(address, lane.sink, position);
-        }
-    }
 }
 
 /// Without a mapping every row is read; pads are zeroed at once.
@@ -348,13 +387,8 @@ impl<'r> Deferred<'r> {
                 lane.sink.zero(position);
                 continue;
             }
-            let span = lane.plane.span(id.cast_unsigned());
-            if let Ok(map) = lane.reader.files()[span.file].map() {
-                map::copy_row(
-                    map.row(span.offset, lane.plane.row_bytes()),
-                    lane.sink,
-                    position,
-                );
+            if let Some(cuts) = lane.cuts {
+                map::copy_row(cuts.find(id).address, lane.sink, position);
                 copied += 1;
             }
         }

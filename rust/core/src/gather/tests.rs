@@ -412,3 +412,25 @@ fn a_truncated_file_is_an_error_that_names_the_row() {
         fixture.assert_equal(&out, &[0, 2999], None);
     }
 }
+
+/// A ring is handed from one reader to the next: slots left by buffered reads of odd lengths must
+/// not be given to direct reads.
+#[test]
+fn modes_can_follow_one_another_on_the_same_ring() {
+    let fixture = Fixture::new(&[540], &[(4000, 3)], 1);
+    let neighbours: Vec<i64> = (0..8).collect();
+    let strangers: Vec<i64> = (0..40).map(|index| index * 97).collect();
+    let Some(buffered) = fixture.open(Io::Uring) else {
+        return;
+    };
+    let direct = fixture.open(Io::Direct).unwrap();
+    for (reader, ids) in [
+        (&buffered, &neighbours),
+        (&direct, &strangers),
+        (&buffered, &strangers),
+        (&direct, &neighbours),
+    ] {
+        let (out, _) = fixture.gather(reader, ids, None).unwrap();
+        fixture.assert_equal(&out, ids, None);
+    }
+}
