@@ -10,6 +10,7 @@
 
 pub mod error;
 pub mod hash;
+pub mod primes;
 pub mod table;
 
 pub use error::{Error, Place, Result};

@@ -1,6 +1,8 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
 
 mod errors;
+mod hash;
+mod ints;
 
 use pyo3::prelude::*;
 
@@ -9,6 +11,8 @@ use pyo3::prelude::*;
 mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
+    #[pymodule_export]
+    use crate::hash::NgramHash;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the Python name")]
