@@ -1,28 +1,29 @@
-//! Prime numbers of 64 bits: a deterministic test and the search the hash families size heads with.
+//! Primality for every 64-bit number, exactly: row counts of hashed tables are sums of primes.
 
-/// The first twelve primes: as Miller-Rabin bases they decide every number below 3.3e24.
+/// Trial divisors, and the Miller-Rabin bases that leave no 64-bit composite undetected
+/// (Sorenson and Webster, "Strong pseudoprimes to twelve prime bases", 2015).
 const BASES: [u64; 12] = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37];
 
-/// Whether `n` is prime; right for every 64-bit number.
-pub fn is_prime(n: u64) -> bool {
-    if n < 2 {
+/// Whether `number` is prime.
+pub fn is_prime(number: u64) -> bool {
+    if number < 2 {
         return false;
     }
     for base in BASES {
-        if n.is_multiple_of(base) {
-            return n == base;
+        if number.is_multiple_of(base) {
+            return number == base;
         }
     }
-    let twos = (n - 1).trailing_zeros();
-    let odd = (n - 1) >> twos;
+    let twos = (number - 1).trailing_zeros();
+    let odd = (number - 1) >> twos;
     BASES.iter().all(|&base| {
-        let mut power = power_modulo(base, odd, n);
-        if power == 1 || power == n - 1 {
+        let mut power = power_modulo(base, odd, number);
+        if power == 1 || power == number - 1 {
             return true;
         }
         for _ in 1..twos {
-            power = multiply_modulo(power, power, n);
-            if power == n - 1 {
+            power = multiply_modulo(power, power, number);
+            if power == number - 1 {
                 return true;
             }
         }
@@ -30,42 +31,39 @@ pub fn is_prime(n: u64) -> bool {
     })
 }
 
-/// The smallest prime greater than `above`.
-///
-/// # Panics
-///
-/// When `above` is 2^64 - 59 (the largest 64-bit prime) or more: there is none to return.
-pub fn next_prime(above: u64) -> u64 {
-    if above < 2 {
-        return 2;
+/// The smallest prime above `number`; `None` when it does not fit 64 bits.
+pub fn next_prime(number: u64) -> Option<u64> {
+    let mut candidate = number.checked_add(1)?;
+    if candidate <= 2 {
+        return Some(2);
     }
-    let mut candidate = (above + 1) | 1;
+    candidate |= 1;
     while !is_prime(candidate) {
-        candidate = candidate
-            .checked_add(2)
-            .expect("a 64-bit prime above the bound");
+        candidate = candidate.checked_add(2)?;
     }
-    candidate
+    Some(candidate)
 }
 
-/// `base ^ exponent` modulo `modulus`, which must not be 0.
-pub fn power_modulo(base: u64, mut exponent: u64, modulus: u64) -> u64 {
+fn power_modulo(base: u64, mut exponent: u64, modulus: u64) -> u64 {
     let mut base = base % modulus;
-    let mut power = 1 % modulus;
+    let mut result = 1;
     while exponent > 0 {
         if exponent & 1 == 1 {
-            power = multiply_modulo(power, base, modulus);
+            result = multiply_modulo(result, base, modulus);
         }
         base = multiply_modulo(base, base, modulus);
         exponent >>= 1;
     }
-    power
+    result
 }
 
-fn multiply_modulo(a: u64, b: u64, modulus: u64) -> u64 {
-    let product = u128::from(a) * u128::from(b) % u128::from(modulus);
-    // A remainder is below the modulus, which has 64 bits.
-    u64::try_from(product).unwrap_or(u64::MAX)
+/// `left * right % modulus` for factors below the modulus.
+fn multiply_modulo(left: u64, right: u64, modulus: u64) -> u64 {
+    if modulus <= 1 << 32 {
+        return left * right % modulus;
+    }
+    let remainder = u128::from(left) * u128::from(right) % u128::from(modulus);
+    u64::try_from(remainder).unwrap_or_else(|_| unreachable!("a remainder is below its modulus"))
 }
 
 #[cfg(test)]
@@ -74,69 +72,78 @@ mod tests {
 
     use super::*;
 
-    fn is_prime_by_division(n: u64) -> bool {
-        n >= 2 && (2..=n.isqrt()).all(|divisor| !n.is_multiple_of(divisor))
+    fn divides_evenly(number: u64) -> bool {
+        (2..)
+            .take_while(|divisor| divisor * divisor <= number)
+            .any(|divisor| number.is_multiple_of(divisor))
     }
 
     #[test]
     fn small_numbers_agree_with_trial_division() {
-        for n in 0..20_000 {
-            assert_eq!(is_prime(n), is_prime_by_division(n), "{n}");
+        for number in 0..20_000 {
+            assert_eq!(
+                is_prime(number),
+                number >= 2 && !divides_evenly(number),
+                "{number}"
+            );
         }
-    }
-
-    #[test]
-    fn numbers_that_fool_weaker_tests_are_classified() {
-        // 61 is itself a base of some implementations; the composites are strong pseudoprimes to
-        // the first 1, 4, 9 and 11 prime bases; the last two frame the top of the 64-bit range.
-        assert!(is_prime(61));
-        for composite in [
-            2_047,
-            3_215_031_751,
-            3_825_123_056_546_413_051,
-            18_446_744_073_709_551_615,
-        ] {
-            assert!(!is_prime(composite), "{composite}");
-        }
-        assert!(is_prime(18_446_744_073_709_551_557));
-        assert!(is_prime(9_223_372_036_854_775_783));
-    }
-
-    #[test]
-    fn the_search_is_strict_and_starts_at_two() {
-        assert_eq!(next_prime(0), 2);
-        assert_eq!(next_prime(2), 3);
-        assert_eq!(next_prime(3), 5);
-        assert_eq!(next_prime(19_999_999), 20_000_003);
-        assert_eq!(
-            next_prime(18_446_744_073_709_551_556),
-            18_446_744_073_709_551_557
-        );
     }
 
     proptest! {
         #[test]
-        fn no_prime_lies_between_a_number_and_its_next_prime(above in 0_u64..1 << 30) {
-            let prime = next_prime(above);
-            prop_assert!(is_prime_by_division(prime));
-            for between in above + 1..prime {
-                prop_assert!(!is_prime_by_division(between));
+        fn numbers_around_table_sizes_agree_with_trial_division(number in 0_u64..400_000_000) {
+            prop_assert_eq!(is_prime(number), number >= 2 && !divides_evenly(number));
+        }
+
+        #[test]
+        fn products_are_composite(left in 2_u64..1 << 32, right in 2_u64..1 << 32) {
+            prop_assert!(!is_prime(left * right));
+        }
+
+        #[test]
+        fn nothing_prime_is_skipped(start in any::<u64>()) {
+            if let Some(prime) = next_prime(start) {
+                prop_assert!(is_prime(prime) && prime > start);
+                prop_assert!((start + 1..prime).all(|between| !is_prime(between)));
+            } else {
+                prop_assert!(start >= 18_446_744_073_709_551_557);
             }
         }
+    }
 
-        #[test]
-        fn products_are_never_prime(a in 2_u64..1 << 32, b in 2_u64..1 << 32) {
-            prop_assert!(!is_prime(a * b));
+    #[test]
+    fn known_hard_numbers() {
+        // Smallest strong pseudoprimes to the first 1, 2, ... bases, then Carmichael numbers and
+        // the square of a prime.
+        for composite in [
+            2_047,
+            1_373_653,
+            25_326_001,
+            3_215_031_751,
+            2_152_302_898_747,
+            3_474_749_660_383,
+            341_550_071_728_321,
+            3_825_123_056_546_413_051,
+            561,
+            41_041,
+            825_265,
+            4_294_967_291 * 4_294_967_291,
+            u64::MAX,
+        ] {
+            assert!(!is_prime(composite), "{composite}");
         }
+        // 61 is a base that some deterministic tests mistake for a composite.
+        for prime in [61, 4_294_967_291, 4_294_967_311, 18_446_744_073_709_551_557] {
+            assert!(is_prime(prime), "{prime}");
+        }
+    }
 
-        #[test]
-        fn powers_agree_with_repeated_multiplication(
-            base in any::<u64>(), exponent in 0_u64..40, modulus in 1_u64..,
-        ) {
-            let naive = (0..exponent).fold(1 % u128::from(modulus), |power, _| {
-                power * u128::from(base) % u128::from(modulus)
-            });
-            prop_assert_eq!(u128::from(power_modulo(base, exponent, modulus)), naive);
-        }
+    #[test]
+    fn ends_of_the_range() {
+        assert_eq!(next_prime(0), Some(2));
+        assert_eq!(next_prime(2), Some(3));
+        assert_eq!(next_prime(19_999_999), Some(20_000_003));
+        assert_eq!(next_prime(18_446_744_073_709_551_557), None);
+        assert_eq!(next_prime(u64::MAX), None);
     }
 }

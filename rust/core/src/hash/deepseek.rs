@@ -98,7 +98,7 @@ impl DeepSeek {
             token => token.map(u64::cast_signed),
         };
 
-        let sizes = head_sizes(&config, place, count);
+        let sizes = head_sizes(&config, place)?;
         let heads = Heads::new(sizes, 1)?;
         let multipliers = multipliers(config.seed, config.layer, compressed, ngram)?;
         Ok(Self {
@@ -143,7 +143,7 @@ fn compressed_size(token_map: &[u32]) -> Result<u64> {
 }
 
 /// Distinct primes over all layers and orders, each search starting over at its order's size.
-fn head_sizes(config: &DeepSeekConfig, place: usize, count: usize) -> Vec<u64> {
+fn head_sizes(config: &DeepSeekConfig, place: usize) -> Result<Vec<u64>> {
     let mut seen = HashSet::new();
     let mut sizes = Vec::new();
     for _ in 0..=place {
@@ -151,16 +151,14 @@ fn head_sizes(config: &DeepSeekConfig, place: usize, count: usize) -> Vec<u64> {
         for &size in &config.vocab_sizes {
             let mut current = size - 1;
             for _ in 0..config.heads_per_order {
-                current = next_prime(current);
-                while !seen.insert(current) {
-                    current = next_prime(current);
-                }
+                current = std::iter::successors(next_prime(current), |&last| next_prime(last))
+                    .find(|&prime| seen.insert(prime))
+                    .ok_or_else(|| Error::value(format!("no 64-bit primes left above {size}")))?;
                 sizes.push(current);
             }
         }
     }
-    debug_assert_eq!(sizes.len(), count);
-    sizes
+    Ok(sizes)
 }
 
 /// `numpy.random.default_rng(seed + 10007 * layer).integers(0, bound, ngram) * 2 + 1`.

@@ -13,7 +13,6 @@ use super::step::Step;
 use super::walk::{self, BLOCK, MAX_NGRAM, Rule, Symbol};
 use super::{Hash, Policy, count_within, within};
 use crate::error::{Error, Result};
-use crate::primes::power_modulo;
 
 /// What the n-grams that end in an EOS token see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -99,12 +98,8 @@ impl LongCat {
         let mut columns = Vec::with_capacity(count);
         for (head, (&size, &offset)) in heads.sizes().iter().zip(heads.offsets()).enumerate() {
             let order = head / splits + 2;
-            let powers = (0..order as u64).map(|d| match d {
-                0 => 1,
-                d => power_modulo(vocabulary, d, size).cast_signed(),
-            });
             columns.push(Column {
-                powers: powers.collect(),
+                powers: powers(vocabulary, size, order),
                 modulus: Reciprocal::new(size)
                     .ok_or_else(|| Error::value(format!("a head of {size} rows")))?,
                 offset: offset.cast_signed(),
@@ -123,6 +118,15 @@ impl LongCat {
             ignored,
         })
     }
+}
+
+/// `vocabulary ^ d mod size` for `d` in `0..order`; 1 itself is not reduced. Both are below 2^41.
+fn powers(vocabulary: u64, size: u64, order: usize) -> Vec<i64> {
+    let next = |&power: &u128| Some(power * u128::from(vocabulary) % u128::from(size));
+    std::iter::successors(Some(1), next)
+        .take(order)
+        .map(|power| i64::try_from(power).unwrap_or(i64::MAX))
+        .collect()
 }
 
 impl Rule for LongCat {

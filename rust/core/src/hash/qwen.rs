@@ -68,8 +68,7 @@ impl Qwen {
         )?;
 
         // Primes continue from one PLE layer to the next.
-        let primes =
-            std::iter::successors(Some(next_prime(base - 1)), |&last| Some(next_prime(last)));
+        let primes = std::iter::successors(next_prime(base - 1), |&last| next_prime(last));
         let sizes = primes.skip(config.ple_index * count).take(count).collect();
         let heads = Heads::new(sizes, config.divisor)?;
         let multipliers = multipliers(config.seed, config.ple_index as u64, vocabulary, ngram);

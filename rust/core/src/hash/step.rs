@@ -38,6 +38,20 @@ impl Ints<'_> {
     }
 }
 
+impl Ints<'_> {
+    /// Copies the values from `start` on into `target`, which they must fill.
+    pub(super) fn copy_to(&self, start: usize, target: &mut [i64]) {
+        match self {
+            Self::I32(values) => {
+                for (value, target) in values[start..].iter().zip(target) {
+                    *target = i64::from(*value);
+                }
+            }
+            Self::I64(values) => target.copy_from_slice(&values[start..start + target.len()]),
+        }
+    }
+}
+
 impl<'a> From<&'a [i32]> for Ints<'a> {
     fn from(values: &'a [i32]) -> Self {
         Self::I32(values)

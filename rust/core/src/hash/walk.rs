@@ -106,11 +106,49 @@ fn part<R: Rule>(
     range: Range<usize>,
     out: &mut [i64],
 ) -> Result<()> {
-    // Two window lengths: short ones move in registers.
-    if rule.ngram() <= 4 {
-        Walk::<R, 4>::new(rule, policy, step, out).run(range)
-    } else {
-        Walk::<R, MAX_NGRAM>::new(rule, policy, step, out).run(range)
+    // The windows of the released models stay in registers.
+    match rule.ngram() {
+        ..=3 => Walk::<R, 3>::new(rule, policy, step, out).run(range),
+        4 => Walk::<R, 4>::new(rule, policy, step, out).run(range),
+        _ => Walk::<R, MAX_NGRAM>::new(rule, policy, step, out).run(range),
+    }
+}
+
+/// The current token's symbol, then older ones; whether the current token ended its segment.
+#[derive(Clone, Copy)]
+struct Window<const N: usize> {
+    symbols: [i64; N],
+    ended: bool,
+}
+
+impl<const N: usize> Window<N> {
+    fn empty(rule: &impl Rule) -> Self {
+        Self {
+            symbols: [rule.fill(); N],
+            ended: false,
+        }
+    }
+
+    /// Moves on by `token`: whether it is dead, or `None` if it must be refused.
+    #[inline]
+    fn push(&mut self, rule: &impl Rule, policy: Policy, token: i64) -> Option<bool> {
+        let inside = token.cast_unsigned() < rule.vocabulary();
+        if !inside && policy.out_of_vocab == OutOfVocab::Refuse {
+            return None;
+        }
+        let mut next = [rule.fill(); N];
+        if !self.ended {
+            next[1..].copy_from_slice(&self.symbols[..N - 1]);
+        }
+        let symbol = rule.read(token);
+        match symbol {
+            Symbol::Plain(value) | Symbol::Last(value) => next[0] = value,
+            Symbol::Blank | Symbol::Dead => next = [rule.fill(); N],
+            Symbol::Outside => return None,
+        }
+        self.symbols = next;
+        self.ended = matches!(symbol, Symbol::Last(_));
+        Some(symbol == Symbol::Dead)
     }
 }
 
@@ -120,10 +158,7 @@ struct Walk<'a, R, const N: usize> {
     step: &'a Step<'a>,
     /// Rows not written yet.
     out: &'a mut [i64],
-    /// The current token's symbol, then older ones.
-    window: [i64; N],
-    /// Whether the current token ended its segment.
-    ended: bool,
+    window: Window<N>,
     /// Collected windows, one list per distance.
     block: [[i64; BLOCK]; N],
     collected: usize,
@@ -138,8 +173,7 @@ impl<'a, R: Rule, const N: usize> Walk<'a, R, N> {
             policy,
             step,
             out,
-            window: [rule.fill(); N],
-            ended: false,
+            window: Window::empty(rule),
             block: [[0; BLOCK]; N],
             collected: 0,
             dead: 0,
@@ -162,9 +196,9 @@ impl<'a, R: Rule, const N: usize> Walk<'a, R, N> {
                 request += 1;
             }
         }
-        self.window = [self.rule.fill(); N];
+        self.window = Window::empty(self.rule);
         for _ in owned.end.max(range.start)..range.end {
-            self.collect(true);
+            self.collect_dead();
         }
         self.flush();
         Ok(())
@@ -172,87 +206,82 @@ impl<'a, R: Rule, const N: usize> Walk<'a, R, N> {
 
     /// Fills the window with what precedes `position` in `request`, whose tokens begin at `start`.
     fn enter(&mut self, request: usize, start: usize, position: usize) -> Result<()> {
-        self.window = [self.rule.fill(); N];
-        self.ended = false;
+        self.window = Window::empty(self.rule);
         let before = self.rule.ngram() - 1;
         let within = (position - start).min(before);
         if let Some(context) = self.step.context(request) {
             for column in within..before {
-                if self.push(context(column)).is_none() {
+                let pushed = self.window.push(self.rule, self.policy, context(column));
+                pushed.ok_or_else(|| {
                     let vocabulary = self.rule.vocabulary();
-                    return Err(self.step.outside_context(column, request, vocabulary));
-                }
+                    self.step.outside_context(column, request, vocabulary)
+                })?;
             }
         }
         for position in position - within..position {
-            self.push_at(request, position)?;
+            let token = self.step.tokens().get(position);
+            let pushed = self.window.push(self.rule, self.policy, token);
+            pushed.ok_or_else(|| self.outside(request, position))?;
         }
         Ok(())
     }
 
+    /// Collects the windows of tokens of one request that follow the last one pushed.
     fn hash(&mut self, request: usize, positions: Range<usize>) -> Result<()> {
-        for position in positions {
-            let dead = self.push_at(request, position)?;
-            self.collect(dead);
+        let mut buffer = [0; BLOCK];
+        let mut position = positions.start;
+        while position < positions.end {
+            let count = (positions.end - position).min(BLOCK - self.collected);
+            let tokens = &mut buffer[..count];
+            self.step.tokens().copy_to(position, tokens);
+            // A local copy stays in registers.
+            let mut window = self.window;
+            let mut lists = self
+                .block
+                .each_mut()
+                .map(|list| list[self.collected..].iter_mut());
+            for (index, &token) in tokens.iter().enumerate() {
+                let Some(dead) = window.push(self.rule, self.policy, token) else {
+                    return Err(self.outside(request, position + index));
+                };
+                self.dead |= u64::from(dead) << (self.collected + index);
+                for (list, symbol) in lists.iter_mut().zip(window.symbols) {
+                    if let Some(place) = list.next() {
+                        *place = symbol;
+                    }
+                }
+            }
+            self.window = window;
+            position += count;
+            self.collected += count;
+            self.flush_if_full();
         }
         Ok(())
     }
 
-    #[inline]
-    fn push_at(&mut self, request: usize, position: usize) -> Result<bool> {
-        let token = self.step.tokens().get(position);
-        self.push(token).ok_or_else(|| {
-            let vocabulary = self.rule.vocabulary();
-            self.step.outside_token(position, request, vocabulary)
-        })
+    #[cold]
+    fn outside(&self, request: usize, position: usize) -> Error {
+        let vocabulary = self.rule.vocabulary();
+        self.step.outside_token(position, request, vocabulary)
     }
 
-    /// Moves the window on by `token`: whether it is dead, or `None` if it must be refused.
-    #[inline]
-    fn push(&mut self, token: i64) -> Option<bool> {
-        let inside = token.cast_unsigned() < self.rule.vocabulary();
-        if !inside && self.policy.out_of_vocab == OutOfVocab::Refuse {
-            return None;
-        }
-        let fill = self.rule.fill();
-        let mut next = [fill; N];
-        if !self.ended {
-            next[1..].copy_from_slice(&self.window[..N - 1]);
-        }
-        self.window = next;
-        self.ended = false;
-        match self.rule.read(token) {
-            Symbol::Plain(value) => self.window[0] = value,
-            Symbol::Last(value) => {
-                self.window[0] = value;
-                self.ended = true;
-            }
-            Symbol::Blank => self.window = [fill; N],
-            Symbol::Dead => {
-                self.window = [fill; N];
-                return Some(true);
-            }
-            Symbol::Outside => return None,
-        }
-        Some(false)
-    }
-
-    #[inline]
-    fn collect(&mut self, dead: bool) {
-        for (list, symbol) in self.block.iter_mut().zip(self.window) {
+    /// Collects the current window for a token that belongs to no request.
+    fn collect_dead(&mut self) {
+        for (list, symbol) in self.block.iter_mut().zip(self.window.symbols) {
             list[self.collected] = symbol;
         }
-        self.dead |= u64::from(dead) << self.collected;
+        self.dead |= 1 << self.collected;
         self.collected += 1;
+        self.flush_if_full();
+    }
+
+    fn flush_if_full(&mut self) {
         if self.collected == BLOCK {
             self.flush();
         }
     }
 
     fn flush(&mut self) {
-        if self.collected == 0 {
-            return;
-        }
         let heads = self.rule.heads();
         let rest = std::mem::take(&mut self.out);
         let (rows, rest) = rest.split_at_mut(self.collected * heads);
