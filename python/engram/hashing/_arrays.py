@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64] | NDArray[np.int32]
 
-NATIVE = (np.dtype(np.int64), np.dtype(np.int32))
+_INT64 = np.dtype(np.int64)
+_INT32 = np.dtype(np.int32)
 
 
 def is_torch(value: object) -> bool:
@@ -33,6 +34,8 @@ def integers(value: Any, name: str) -> Integers:
         TypeError: Not integers (booleans are not), or on a device.
         ValueError: Ragged, or an integer does not fit 64 bits.
     """
+    if _is_native(value):
+        return cast("Integers", value)
     given = value
     if is_torch(value):
         if value.device.type != "cpu":
@@ -45,8 +48,10 @@ def integers(value: Any, name: str) -> Integers:
         array = np.asarray(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if array.dtype in NATIVE:
-        return cast("Integers", array if _is_plain(array) else np.array(array, order="C"))
+    if _is_native(array):
+        return cast("Integers", array)
+    if array.dtype in (_INT64, _INT32):
+        return np.array(array, order="C")
     if isinstance(given, list | tuple) and array.size == 0 and array.dtype == np.float64:
         return np.empty(array.shape, np.int64)
     if array.dtype.kind not in "iu":
@@ -57,8 +62,15 @@ def integers(value: Any, name: str) -> Integers:
     return array.astype(np.int64, order="C")
 
 
-def _is_plain(array: NDArray[Any]) -> bool:
-    return array.flags.c_contiguous and array.flags.aligned
+def _is_native(value: Any) -> bool:
+    """Whether the native half can read `value` in place; cheap, as it is asked on every step."""
+    if type(value) is not np.ndarray:
+        return False
+    dtype = value.dtype
+    if dtype is not _INT64 and dtype is not _INT32:
+        return False
+    flags = value.flags
+    return flags.c_contiguous and flags.aligned
 
 
 def _refuse_huge(array: NDArray[Any], name: str) -> None:
@@ -76,24 +88,25 @@ def ids_out(out: Any, shape: tuple[int, ...]) -> NDArray[np.int64]:
         TypeError: Neither a numpy array nor a CPU torch tensor, or of another dtype.
         ValueError: Wrong shape, not C-contiguous, or read-only.
     """
-    if is_torch(out):
+    if isinstance(out, np.ndarray):
+        array = cast("NDArray[np.int64]", out)
+        if array.dtype != _INT64:
+            raise TypeError(f"out: dtype is {array.dtype}; ids are int64")
+    elif is_torch(out):
         torch = sys.modules["torch"]
         if out.device.type != "cpu":
             raise TypeError(f"out: on {out.device}; ids are written to host memory")
         if out.dtype != torch.int64:
             raise TypeError(f"out: dtype is {out.dtype}; ids are torch.int64")
         array = cast("NDArray[np.int64]", out.detach().numpy())
-    elif isinstance(out, np.ndarray):
-        array = cast("NDArray[np.int64]", out)
-        if array.dtype != np.int64:
-            raise TypeError(f"out: dtype is {array.dtype}; ids are int64")
     else:
         raise TypeError(f"out: a {type(out).__name__}; pass a numpy array or a CPU torch tensor")
     if array.shape != shape:
         raise ValueError(f"out: shape is {array.shape}; the ids of these tokens are {shape}")
-    if not array.flags.c_contiguous:
+    flags = array.flags
+    if not flags.c_contiguous:
         raise ValueError("out: not C-contiguous; pass a contiguous array, or leave out away")
-    if not array.flags.writeable:
+    if not flags.writeable:
         raise ValueError("out: read-only; pass a writable array")
     return array
 

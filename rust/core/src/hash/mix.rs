@@ -4,7 +4,6 @@
 //! sizes. Columns are order-major: all heads of order 2, then all of order 3, and so on.
 
 use super::heads::{Columns, Heads};
-use super::walk::BLOCK;
 
 /// Multipliers and the columns of each order.
 #[derive(Debug)]
@@ -33,20 +32,21 @@ impl Mix {
         &self.multipliers
     }
 
-    /// Ids of a block of windows; see [`super::walk::Rule::reduce`].
-    pub(super) fn reduce(&self, window: &[&[i64]], out: &mut [i64]) {
-        let mut buffer = [0_i64; BLOCK];
-        let mixes = &mut buffer[..window[0].len()];
-        for (order, (symbols, multiplier)) in window.iter().zip(&self.multipliers).enumerate() {
-            for (mix, symbol) in mixes.iter_mut().zip(*symbols) {
-                *mix ^= symbol.wrapping_mul(*multiplier);
-            }
-            if let Some(columns) = order
-                .checked_sub(1)
-                .and_then(|order| self.orders.get(order))
-            {
-                columns.reduce(mixes, out);
-            }
+    /// Mixes of a window: at place `j`, that of its newest `j + 1` symbols.
+    #[inline]
+    pub(super) fn fold<const N: usize>(&self, mut window: [i64; N]) -> [i64; N] {
+        let mut mix = 0;
+        for (symbol, multiplier) in window.iter_mut().zip(&self.multipliers) {
+            mix ^= symbol.wrapping_mul(*multiplier);
+            *symbol = mix;
+        }
+        window
+    }
+
+    /// Ids of a block of folded windows; see [`super::walk::Rule::reduce`].
+    pub(super) fn reduce(&self, folded: &[&[i64]], out: &mut [i64]) {
+        for (mixes, columns) in folded.iter().skip(1).zip(&self.orders) {
+            columns.reduce(mixes, out);
         }
     }
 }

@@ -128,8 +128,13 @@ impl Rule for Qwen {
         self.heads.count()
     }
 
-    fn reduce(&self, window: &[&[i64]], out: &mut [i64]) {
-        self.mix.reduce(window, out);
+    #[inline]
+    fn fold<const N: usize>(&self, window: [i64; N]) -> [i64; N] {
+        self.mix.fold(window)
+    }
+
+    fn reduce(&self, folded: &[&[i64]], out: &mut [i64]) {
+        self.mix.reduce(folded, out);
     }
 }
 

@@ -1,8 +1,8 @@
 //! The walk every family shares: over requests and their tokens, keeping the last few in a window.
 //!
 //! The families differ in what a token stands for ([`Rule::read`]), in what an n-gram sees beyond
-//! the start of its segment ([`Rule::fill`]) and in how a window becomes ids ([`Rule::reduce`]).
-//! They agree on the window itself:
+//! the start of its segment ([`Rule::fill`]) and in how a window becomes ids ([`Rule::fold`] and
+//! [`Rule::reduce`]). They agree on the window itself:
 //!
 //! ```text
 //! for each request: an empty window (all fill), then its context is pushed, oldest first
@@ -56,9 +56,11 @@ pub(super) trait Rule: Send + Sync {
     fn ngram(&self) -> usize;
     /// Ids per token.
     fn heads(&self) -> usize;
-    /// Writes the ids of `window[0].len()` tokens: `window[0]` holds the tokens' own symbols,
-    /// `window[j]` those `j` before.
-    fn reduce(&self, window: &[&[i64]], out: &mut [i64]);
+    /// What is collected of a token's window, the token's own symbol first; `N` may exceed the
+    /// longest n-gram.
+    fn fold<const N: usize>(&self, window: [i64; N]) -> [i64; N];
+    /// Writes the ids of a block of tokens: `folded[j]` holds the tokens' `j`-th folded values.
+    fn reduce(&self, folded: &[&[i64]], out: &mut [i64]);
 }
 
 /// The ids of `step`, row after row into `out`.
@@ -159,7 +161,7 @@ struct Walk<'a, R, const N: usize> {
     /// Rows not written yet.
     out: &'a mut [i64],
     window: Window<N>,
-    /// Collected windows, one list per distance.
+    /// Folded windows, one list per place.
     block: [[i64; BLOCK]; N],
     collected: usize,
     /// Bit i: the i-th collected token is dead.
@@ -245,9 +247,9 @@ impl<'a, R: Rule, const N: usize> Walk<'a, R, N> {
                     return Err(self.outside(request, position + index));
                 };
                 self.dead |= u64::from(dead) << (self.collected + index);
-                for (list, symbol) in lists.iter_mut().zip(window.symbols) {
+                for (list, value) in lists.iter_mut().zip(self.rule.fold(window.symbols)) {
                     if let Some(place) = list.next() {
-                        *place = symbol;
+                        *place = value;
                     }
                 }
             }
@@ -267,8 +269,12 @@ impl<'a, R: Rule, const N: usize> Walk<'a, R, N> {
 
     /// Collects the current window for a token that belongs to no request.
     fn collect_dead(&mut self) {
-        for (list, symbol) in self.block.iter_mut().zip(self.window.symbols) {
-            list[self.collected] = symbol;
+        for (list, value) in self
+            .block
+            .iter_mut()
+            .zip(self.rule.fold(self.window.symbols))
+        {
+            list[self.collected] = value;
         }
         self.dead |= 1 << self.collected;
         self.collected += 1;
