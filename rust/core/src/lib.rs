@@ -21,6 +21,7 @@ pub mod bench;
 pub mod buffer;
 pub mod cgroup;
 pub mod checkpoint;
+mod crew;
 mod cuts;
 pub mod discover;
 pub mod error;

@@ -1,7 +1,7 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::checkpoint::{Checkpoint, CheckpointFile};
@@ -170,6 +170,8 @@ pub struct Reader {
     /// Batches left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
     late_fallbacks: Mutex<Vec<String>>,
+    prefetches: Entrance,
+    closing: AtomicBool,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -254,6 +256,8 @@ impl Reader {
             stats: Stats::default(),
             verify: AtomicU32::new(0),
             late_fallbacks: Mutex::default(),
+            prefetches: Entrance::default(),
+            closing: AtomicBool::new(false),
         })
     }
 
@@ -297,6 +301,19 @@ impl Reader {
         &self.stats
     }
 
+    /// Stops background work at its next look.
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn prefetches(&self) -> &Entrance {
+        &self.prefetches
+    }
+
     /// Fallbacks taken at open and since.
     pub fn fallbacks(&self) -> Vec<String> {
         let late = self
@@ -336,6 +353,29 @@ impl Reader {
         let left = self.verify.load(Ordering::Relaxed);
         // Losing a decrement to another thread only keeps the checks on for longer.
         self.verify.store(left.saturating_sub(1), Ordering::Relaxed);
+    }
+}
+
+/// Lets a limited number of things be under way at once.
+#[derive(Debug, Default)]
+pub(crate) struct Entrance(Arc<AtomicU64>);
+
+/// A place taken in an [`Entrance`], given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Place(Arc<AtomicU64>);
+
+impl Entrance {
+    /// A place, unless `most` are taken.
+    pub(crate) fn enter(&self, most: u64) -> Option<Place> {
+        let taken = self.0.fetch_add(1, Ordering::Relaxed);
+        let place = Place(Arc::clone(&self.0));
+        (taken < most).then_some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
