@@ -116,6 +116,7 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
         let stats = request.reader.stats();
         stats.call.record(elapsed);
         stats.errors.add(u64::from(outcome.is_err()));
+        request.reader.trim(request.ids.len() as u64);
     }
     outcome
 }

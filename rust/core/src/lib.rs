@@ -38,6 +38,7 @@ pub mod residency;
 pub mod stats;
 pub mod table;
 pub mod threads;
+mod trim;
 pub mod warm;
 
 pub use error::{Error, Place, Result};

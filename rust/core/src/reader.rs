@@ -12,6 +12,7 @@ use crate::file::{Mapping, NoMap, OpenFile};
 use crate::stats::Stats;
 use crate::table::Table;
 use crate::threads;
+use crate::trim::Trimmer;
 
 /// How rows are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -165,7 +166,7 @@ pub struct Reader {
     mode: Mode,
     threads: usize,
     advice: Advice,
-    max_mapped_bytes: Option<u64>,
+    trimmer: Option<Trimmer>,
     stats: Stats,
     /// Batches left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
@@ -252,7 +253,7 @@ impl Reader {
             mode,
             threads: options.threads.unwrap_or_else(threads::available).max(1),
             advice: options.advice,
-            max_mapped_bytes: options.max_mapped_bytes,
+            trimmer: options.max_mapped_bytes.map(Trimmer::new),
             stats: Stats::default(),
             verify: AtomicU32::new(0),
             late_fallbacks: Mutex::default(),
@@ -291,9 +292,18 @@ impl Reader {
         self.advice
     }
 
-    /// Cap on the mapping's resident bytes.
-    pub fn max_mapped_bytes(&self) -> Option<u64> {
-        self.max_mapped_bytes
+    /// The cap on the mappings' resident bytes, where there is one.
+    pub(crate) fn trimmer(&self) -> Option<&Trimmer> {
+        self.trimmer.as_ref()
+    }
+
+    /// After `rows` rows were copied: gives page tables back if the cap asks for it.
+    pub(crate) fn trim(&self, rows: u64) {
+        if let Some(trimmer) = &self.trimmer {
+            self.stats
+                .bytes_trimmed
+                .add(trimmer.copied(rows, &self.files));
+        }
     }
 
     /// Counters.
