@@ -7,7 +7,7 @@ Importing engram imports neither torch nor pydantic; names that need them are lo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer

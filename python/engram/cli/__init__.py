@@ -7,7 +7,6 @@ wrong command line, 130 after Ctrl-C. Nothing a user can do to a path or a pipe 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 
@@ -17,8 +16,9 @@ _EXTRA = frozenset({"typer", "rich"})
 def main() -> None:
     """Runs the command line; the entry point of the `engram` script."""
     # File names need not be text, and the terminal need not know every letter.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
     try:
         try:
             from .app import app
