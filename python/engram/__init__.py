@@ -7,7 +7,7 @@ Importing engram imports neither torch nor pydantic; names that need them are lo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer
@@ -17,21 +17,51 @@ from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 
 __all__ = [
     "CheckpointError",
+    "Dequantizer",
+    "EngramConfig",
     "FileGather",
+    "Groups",
     "HostBuffer",
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "ReadOncePerNode",
     "Residency",
     "Rows",
+    "Shard",
+    "ShardedLookup",
     "TableInfo",
     "TableSet",
+    "TokenHistory",
     "__version__",
+    "dequantize",
     "drop_cache",
+    "hasher",
+    "model_has_engram_layers",
+    "new_groups",
     "tables",
 ]
 
-_LAZY: dict[str, str] = {}
+if TYPE_CHECKING:
+    from engram.config import EngramConfig, model_has_engram_layers
+    from engram.exchange import ReadOncePerNode, ShardedLookup
+    from engram.hashing import TokenHistory, hasher
+    from engram.parallel import Groups, Shard, new_groups
+    from engram.quant import Dequantizer, dequantize
+
+_LAZY: dict[str, str] = {
+    "Dequantizer": "engram.quant",
+    "EngramConfig": "engram.config",
+    "Groups": "engram.parallel",
+    "ReadOncePerNode": "engram.exchange",
+    "Shard": "engram.parallel",
+    "ShardedLookup": "engram.exchange",
+    "TokenHistory": "engram.hashing",
+    "dequantize": "engram.quant",
+    "hasher": "engram.hashing",
+    "model_has_engram_layers": "engram.config",
+    "new_groups": "engram.parallel",
+}
 """Public names by the module they are loaded from on first use."""
 
 

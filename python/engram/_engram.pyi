@@ -1,9 +1,21 @@
+"""Native half of engram."""
+
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+_Integers = NDArray[np.int64] | NDArray[np.int32]
+
 __version__: str
 
-class CheckpointError(ValueError): ...
+class CheckpointError(ValueError):
+    path: str | None
+    table: str | None
+    row: int | None
+    position: int | None
+    offset: int | None
 
 class HostBuffer:
     def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
@@ -45,3 +57,76 @@ def gather_many(
     timeout: float | None = None,
 ) -> None: ...
 def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...
+
+@final
+class NgramHash:
+    @staticmethod
+    def qwen(
+        *,
+        vocab_size: int,
+        ngram_size: int,
+        heads_per_ngram: int,
+        vocab_size_base: int,
+        divisor: int,
+        seed: int,
+        ple_index: int,
+        eos: int,
+        wrap: bool,
+        dead_id: int | None,
+    ) -> NgramHash: ...
+    @staticmethod
+    def deepseek(
+        *,
+        layer_ids: Sequence[int],
+        layer: int,
+        max_ngram: int,
+        heads_per_order: int,
+        vocab_sizes: Sequence[int],
+        pad_token: int,
+        seed: int,
+        token_map: _Integers,
+        image_token: int | None,
+        demo: bool,
+        wrap: bool,
+        dead_id: int | None,
+    ) -> NgramHash: ...
+    @staticmethod
+    def longcat(
+        *,
+        vocab_size: int,
+        valid_tokens: int,
+        base_size: int,
+        ngram: int,
+        splits: int,
+        eos: int,
+        ignored: Sequence[int],
+        vllm: bool,
+        wrap: bool,
+        dead_id: int | None,
+    ) -> NgramHash: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def context_len(self) -> int: ...
+    @property
+    def filler(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def multipliers(self) -> list[list[int]]: ...
+    @property
+    def head_sizes(self) -> list[int]: ...
+    @property
+    def head_offsets(self) -> list[int]: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def padded_rows(self) -> int: ...
+    def ids(
+        self,
+        tokens: _Integers,
+        query_start_loc: _Integers | None,
+        context: _Integers | None,
+        out: NDArray[np.int64],
+        threads: int | None = None,
+    ) -> None: ...

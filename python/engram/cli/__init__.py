@@ -7,6 +7,7 @@ wrong command line, 130 after Ctrl-C. Nothing a user can do to a path or a pipe 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 
@@ -16,9 +17,9 @@ _EXTRA = frozenset({"typer", "rich"})
 def main() -> None:
     """Runs the command line; the entry point of the `engram` script."""
     # File names need not be text, and the terminal need not know every letter.
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+    stdout: object = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             from .app import app

@@ -9,6 +9,8 @@ mod bench;
 mod buffer;
 mod errors;
 mod gather;
+mod hash;
+mod ints;
 mod stats;
 mod table;
 
@@ -26,6 +28,8 @@ mod _engram {
     use crate::errors::CheckpointError;
     #[pymodule_export]
     use crate::gather::{Reader, drop_cache, gather_many};
+    #[pymodule_export]
+    use crate::hash::NgramHash;
     #[pymodule_export]
     use crate::table::tables;
 
