@@ -1,34 +1,58 @@
-"""Rows of n-gram embedding tables, read in place from safetensors checkpoints."""
+"""Rows of n-gram embedding tables, read in place from safetensors checkpoints.
+
+    rows = engram.FileGather("checkpoint/").gather(ids)
+
+Importing engram imports neither torch nor pydantic; names that need them are loaded on first use.
+"""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
+from engram.buffer import HostBuffer
+from engram.gather import FileGather, Residency, TableSet, drop_cache
+from engram.rows import Rows
+from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 
 if TYPE_CHECKING:
     from engram.hashing import TokenHistory, hasher
 
 __all__ = [
     "CheckpointError",
+    "FileGather",
+    "HostBuffer",
+    "PieceInfo",
+    "PlaneInfo",
+    "Planes",
+    "Residency",
+    "Rows",
+    "TableInfo",
+    "TableSet",
     "TokenHistory",
     "__version__",
+    "drop_cache",
     "hasher",
+    "tables",
 ]
 
-_MODULE_OF = {
+_LAZY: dict[str, str] = {
     "TokenHistory": "engram.hashing",
     "hasher": "engram.hashing",
 }
+"""Public names by the module they are loaded from on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    # Public names are imported when first asked for.
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'engram' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*globals(), *_LAZY})

@@ -1,7 +1,5 @@
-"""Native half of engram."""
-
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +8,19 @@ _Integers = NDArray[np.int64] | NDArray[np.int32]
 
 __version__: str
 
-class CheckpointError(ValueError):
-    path: str | None
-    table: str | None
-    row: int | None
-    position: int | None
-    offset: int | None
+class CheckpointError(ValueError): ...
+
+class HostBuffer:
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def huge_pages(self) -> bool: ...
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __release_buffer__(self, buffer: memoryview, /) -> None: ...
 
 @final
 class NgramHash:
@@ -89,3 +94,32 @@ class NgramHash:
         out: NDArray[np.int64],
         threads: int | None = None,
     ) -> None: ...
+
+@final
+class Reader:
+    def __new__(
+        cls,
+        path: str,
+        table: str | int | None,
+        io: str,
+        threads: int | None,
+        advice: str,
+        max_mapped_bytes: int | None,
+    ) -> Reader: ...
+    def table(self) -> dict[str, Any]: ...
+    def gather(
+        self, ids: Any, out: Any, pad_id: int | None = None, timeout: float | None = None
+    ) -> None: ...
+    def prewarm(self, max_bytes: int | None, progress: Callable[[int, int], Any] | None) -> int: ...
+    def residency(self) -> tuple[int, int | None, int, int]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+    @property
+    def is_closed(self) -> bool: ...
+
+def drop_cache(paths: Sequence[str]) -> int: ...
+def gather_many(
+    requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]], int | None]],
+    timeout: float | None = None,
+) -> None: ...
+def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...

@@ -8,9 +8,38 @@
 //!
 //! `gather.rs` meets them in that order; open it first.
 
+#![cfg_attr(
+    test,
+    allow(
+        clippy::cast_possible_truncation,
+        reason = "tests make bytes out of small numbers"
+    )
+)]
+
+#[cfg(all(feature = "bench", target_os = "linux"))]
+pub mod bench;
+pub mod buffer;
+pub mod cgroup;
+pub mod checkpoint;
+mod cuts;
+pub mod discover;
 pub mod error;
+pub mod fetch;
+pub mod file;
+pub mod gather;
 pub mod hash;
+pub mod header;
+pub mod map;
+pub mod plan;
 pub mod primes;
+pub mod reader;
+pub mod residency;
+pub mod stats;
 pub mod table;
+pub mod threads;
+pub mod warm;
 
 pub use error::{Error, Place, Result};
+
+#[cfg(test)]
+mod testing;

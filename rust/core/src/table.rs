@@ -184,6 +184,11 @@ impl Plane {
         self.rows
     }
 
+    /// `pieces / rows` as a 64-bit fixed-point fraction.
+    pub(crate) fn reciprocal(&self) -> u64 {
+        self.reciprocal
+    }
+
     /// Index of the piece that holds `row`, which must be below [`Plane::rows`].
     #[inline]
     pub fn piece_of(&self, row: u64) -> usize {
@@ -263,6 +268,8 @@ pub fn dtype_name(dtype: Dtype) -> &'static str {
         Dtype::F8_E5M2 => "fp8_e5m2",
         Dtype::F8_E4M3 => "fp8_e4m3",
         Dtype::F8_E8M0 => "fp8_e8m0",
+        Dtype::F8_E4M3FNUZ => "fp8_e4m3fnuz",
+        Dtype::F8_E5M2FNUZ => "fp8_e5m2fnuz",
         Dtype::I16 => "i16",
         Dtype::U16 => "u16",
         Dtype::F16 => "f16",
@@ -270,6 +277,7 @@ pub fn dtype_name(dtype: Dtype) -> &'static str {
         Dtype::I32 => "i32",
         Dtype::U32 => "u32",
         Dtype::F32 => "f32",
+        Dtype::C64 => "c64",
         Dtype::F64 => "f64",
         Dtype::I64 => "i64",
         Dtype::U64 => "u64",
@@ -321,6 +329,13 @@ impl Table {
     /// Bytes of the whole table over all planes.
     pub fn total_bytes(&self) -> u64 {
         self.rows() * self.row_bytes() as u64
+    }
+
+    /// Replaces every piece's file index by its place in `used`, which lists all of them ascending.
+    pub fn renumber_files(&mut self, used: &[usize]) {
+        for piece in self.planes.iter_mut().flat_map(|plane| &mut plane.pieces) {
+            piece.file = used.partition_point(|&file| file < piece.file);
+        }
     }
 
     /// Indices of the files that hold any part of the table, ascending, without repeats.

@@ -1,18 +1,32 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
 
+#[cfg(feature = "bench")]
+mod bench;
+mod buffer;
 mod errors;
+mod gather;
 mod hash;
-mod ints;
+mod stats;
+mod table;
 
 use pyo3::prelude::*;
 
 /// Native half of engram.
 #[pymodule]
 mod _engram {
+    #[cfg(feature = "bench")]
+    #[pymodule_export]
+    use crate::bench::{bench_copy, bench_uring};
+    #[pymodule_export]
+    use crate::buffer::HostBuffer;
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
+    use crate::gather::{Reader, drop_cache, gather_many};
+    #[pymodule_export]
     use crate::hash::NgramHash;
+    #[pymodule_export]
+    use crate::table::tables;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the Python name")]

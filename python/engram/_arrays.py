@@ -1,0 +1,144 @@
+"""Ids in and rows out, between what callers hold and the int64 and bytes the native half takes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from engram._dtypes import torch_dtype
+from engram._errors import placed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from engram.table import PlaneInfo
+
+INT64 = np.dtype(np.int64)
+UINT8 = np.dtype(np.uint8)
+
+
+def is_torch(value: object) -> bool:
+    """Whether `value` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def int64_ids(ids: Any) -> NDArray[np.int64]:
+    """Ids as a C-contiguous int64 array of the same shape.
+
+    Args:
+        ids: numpy array, CPU torch tensor, nested sequence of ints or any buffer, of any integer
+            dtype and stride. An empty sequence counts as integers.
+
+    Raises:
+        TypeError: The ids are not integers (booleans are not), or live on a device.
+        IndexError: A uint64 id is beyond int64, and so beyond any table.
+    """
+    if is_torch(ids):
+        if ids.device.type != "cpu":
+            raise placed(
+                TypeError(
+                    f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage copies "
+                    "tokens from the device once per step and computes ids on the host"
+                )
+            )
+        ids = ids.detach().numpy()
+    array = np.asarray(ids)
+    if array.dtype == INT64:
+        return np.ascontiguousarray(array).reshape(array.shape)
+    if array.size == 0 and not isinstance(ids, np.ndarray) and array.dtype == np.float64:
+        return np.empty(array.shape, INT64)  # An empty list has no dtype of its own.
+    if array.dtype.kind not in "iu":
+        raise placed(
+            TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)")
+        )
+    if array.dtype == np.uint64 and array.size > 0:
+        beyond = np.flatnonzero(array.reshape(-1) > np.iinfo(np.int64).max)
+        if beyond.size > 0:
+            position = int(beyond[0])
+            raise placed(
+                IndexError(
+                    f"row id {int(array.reshape(-1)[position])} at position {position} is outside "
+                    "every table: ids are at most 2**63 - 1"
+                )
+            )
+    return np.ascontiguousarray(array, INT64).reshape(array.shape)
+
+
+def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "out") -> Any:
+    """A writable uint8 view of `out`, which must hold rows of `plane` for ids of `shape`.
+
+    Args:
+        out: numpy array or CPU torch tensor, either of the plane's dtype and shape
+            `[*shape, *plane.row_shape]`, or of uint8 and shape `[*shape, plane.row_bytes]`.
+        plane: The plane whose rows it receives.
+        shape: Shape of the ids.
+        what: How messages call `out`.
+
+    Raises:
+        TypeError: Neither an array nor a tensor on the host, or of another dtype; both are named.
+        ValueError: Wrong shape, not C-contiguous, or read-only.
+    """
+    torch_like = is_torch(out)
+    if torch_like:
+        if out.device.type != "cpu":
+            raise placed(
+                TypeError(f"{what} is on {out.device}; rows are gathered into host memory")
+            )
+        expected = {torch_dtype(plane.stored_dtype): plane.row_shape}
+        expected[sys.modules["torch"].uint8] = (plane.row_bytes,)
+    elif isinstance(out, np.ndarray):
+        expected = {plane.dtype: plane.row_shape, UINT8: (plane.row_bytes,)}
+    else:
+        raise placed(
+            TypeError(
+                f"{what} is a {type(out).__name__}; pass a numpy array, a CPU torch tensor, "
+                "engram.Rows or a HostBuffer"
+            )
+        )
+    row_shape = expected.get(out.dtype)
+    if row_shape is None:
+        raise placed(
+            TypeError(
+                f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: uint8). "
+                "engram.dequantize converts gathered rows to values"
+            )
+        )
+    if tuple(out.shape) != (*shape, *row_shape):
+        raise placed(
+            ValueError(
+                f"{what} has shape {tuple(out.shape)}; ids of shape {shape} give rows of shape "
+                f"{(*shape, *row_shape)} in {out.dtype}"
+            )
+        )
+    return _bytes_of(out, torch_like=torch_like, what=what)
+
+
+def _bytes_of(out: Any, *, torch_like: bool, what: str) -> NDArray[np.uint8]:
+    if torch_like:
+        if not out.is_contiguous():
+            raise placed(
+                ValueError(f"{what} is not contiguous; pass out.contiguous(), or leave out away")
+            )
+        torch = sys.modules["torch"]
+        flat = out.detach().reshape(-1).view(torch.uint8)
+        return cast("NDArray[np.uint8]", flat.numpy())
+    if not out.flags.c_contiguous:
+        raise placed(
+            ValueError(
+                f"{what} is not C-contiguous; pass numpy.ascontiguousarray(out), or leave out away"
+            )
+        )
+    if not out.flags.writeable:
+        raise placed(ValueError(f"{what} is read-only; pass a writable array"))
+    return cast("NDArray[np.uint8]", out.reshape(-1).view(UINT8))
+
+
+def empty(plane: PlaneInfo, shape: tuple[int, ...], *, torch_like: bool) -> Any:
+    """Uninitialised rows of `plane` for ids of `shape`."""
+    if torch_like:
+        torch = sys.modules["torch"]
+        return torch.empty((*shape, *plane.row_shape), dtype=torch_dtype(plane.stored_dtype))
+    return np.empty((*shape, *plane.row_shape), plane.dtype)

@@ -1,0 +1,428 @@
+"""Rows for ids: one table with `FileGather`, several in one round of reads with `TableSet`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from engram import _engram
+from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
+from engram._errors import placed
+from engram.buffer import HostBuffer
+from engram.rows import Rows
+from engram.table import Planes, TableInfo, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import TracebackType
+
+Io = Literal["auto", "mmap", "pread", "uring", "direct"]
+Advice = Literal["auto", "random", "normal"]
+
+_PlaneTargets = list[tuple[Any, int, int]]
+"""Per plane: writable memory, byte offset of its first row, bytes from one row to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """How much of a table is in memory.
+
+    Attributes:
+        pages: Pages that hold rows of the table.
+        resident: Those that are in memory; None where the kernel does not tell (it tells only the
+            owner of a file and those who may write it) or the file is not mapped.
+        believed: Those that engram believes to be in memory.
+        page_bytes: Bytes of a page.
+    """
+
+    pages: int
+    resident: int | None
+    believed: int
+    page_bytes: int
+
+    @property
+    def share(self) -> float | None:
+        """Share of the table's pages in memory, from 0.0 to 1.0; None where unknown."""
+        if self.resident is None:
+            return None
+        return self.resident / self.pages if self.pages else 1.0
+
+
+class FileGather:
+    """Reads rows of one table in place from a checkpoint's safetensors files.
+
+    The files are opened read-only and never change. Every method may be called from any thread;
+    the interpreter lock is released while rows move.
+
+    Args:
+        path: A `.safetensors` file, a checkpoint directory, or an index JSON.
+        table: A table's name, its place in layer order, or a plain 2-D tensor's full name. None
+            takes the only n-gram or per-layer table there is.
+        io: `"auto"` copies resident rows from a mapping and reads the others with many reads in
+            flight; `"mmap"` advises the kernel of every page range, then copies from a mapping;
+            `"pread"` reads with threads; `"uring"` reads through io_uring; `"direct"` bypasses the
+            page cache. What runs in the end, and why, is in `stats()["io"]`.
+        cache_bytes: Budget for a cache of rows; 0, the only value so far, is none.
+        threads: Threads for large copies; None for the smaller of CPU affinity and cgroup quota.
+        advice: Advice for the mapping: `"random"` (which `"auto"` chooses) makes an unexpected
+            fault read one page, `"normal"` lets it read ahead.
+        max_mapped_bytes: Cap on resident bytes of the mapping; None for none.
+
+    Raises:
+        ValueError: No such table, or several to choose from; they are listed.
+        FileNotFoundError: Files are missing; every one of them is listed.
+        CheckpointError: The files contradict themselves, the index or `config.json`.
+        OSError: The kernel refused, or the asked `io` cannot run here; with errno and path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        table: str | int | None = None,
+        *,
+        io: Io = "auto",
+        cache_bytes: int = 0,
+        threads: int | None = None,
+        advice: Advice = "auto",
+        max_mapped_bytes: int | None = None,
+    ) -> None:
+        if cache_bytes != 0:
+            raise placed(
+                ValueError(
+                    f"cache_bytes={cache_bytes!r}: this version has no cache of rows; leave it at 0"
+                )
+            )
+        _require_positive("threads", threads)
+        _require_positive("max_mapped_bytes", max_mapped_bytes)
+        if isinstance(table, bool) or not isinstance(table, str | int | None):
+            raise placed(
+                TypeError(f"table must be a name, an int or None, not {type(table).__name__}")
+            )
+        if isinstance(table, int) and table < 0:
+            raise placed(ValueError(f"table={table}: places in layer order count from 0"))
+        self._path = os.fspath(path)
+        self._native = _engram.Reader(self._path, table, io, threads, advice, max_mapped_bytes)
+        self._info = TableInfo.from_native(self._native.table())
+        self._single = self.planes[0] if len(self.planes) == 1 else None
+
+    def gather(
+        self,
+        ids: Any,
+        out: Any = None,
+        *,
+        pad_id: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reads the rows of `ids`, as stored, in request order.
+
+        Args:
+            ids: Row ids of any integer dtype, shape and stride: numpy, torch (CPU), lists or any
+                buffer.
+            out: Where rows go. A numpy array or CPU tensor of the table's dtype and shape
+                `[*ids.shape, *row_shape]`, or of uint8 and shape `[*ids.shape, row_bytes]` (planes
+                of a row side by side); `Rows` for tables of several planes; or a `HostBuffer`,
+                which receives plane after plane, each at a multiple of 64 bytes
+                (`planes[name].offset(ids.size)`). After an exception its contents are unspecified.
+            pad_id: An id that stands for a row of zeros, which is not read.
+            timeout: Seconds after which to give up; rows not proven resident are then read rather
+                than faulted in, so a hung device cannot hold the call.
+
+        Returns:
+            `out` where given. Else an array of shape `[*ids.shape, *row_shape]` (a tensor for torch
+            ids), or `Rows` for a table of several planes.
+
+        Raises:
+            IndexError: An id outside `[0, num_rows)`, -1 included; it names id and position.
+            TypeError: Ids that are no integers or live on a device; `out` of another dtype.
+            ValueError: `out` of the wrong shape, not contiguous or read-only; or closed.
+            TimeoutError: The timeout passed.
+            OSError: A read failed, with errno, path, offset and row.
+        """
+        if (
+            type(out) is np.ndarray
+            and type(ids) is np.ndarray
+            and out.dtype is UINT8
+            and ids.dtype is INT64
+            and ids.flags.c_contiguous
+        ):
+            # A decode step with its buffers ready: nothing to convert, the native half checks.
+            self._native.gather(ids, out, pad_id, timeout)
+            return out
+        torch_like = is_torch(ids)
+        flat = int64_ids(ids)
+        shape = flat.shape
+        if out is None:
+            out = self._allocate(shape, torch_like=torch_like)
+        targets = self._targets(out, shape, flat.size)
+        _engram.gather_many([(self._native, flat, targets, pad_id)], timeout)
+        return out
+
+    def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
+        made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
+        return Rows(**made) if self._single is None else made[self._single.name]
+
+    def _targets(self, out: Any, shape: tuple[int, ...], count: int) -> _PlaneTargets:
+        planes = self.planes
+        if isinstance(out, HostBuffer):
+            needed = planes.nbytes(count)
+            if out.nbytes < needed:
+                raise placed(
+                    ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
+                )
+            return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
+        if self._single is not None:
+            plane = self._single
+            return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
+        if isinstance(out, Rows):
+            return [
+                (byte_view(out[plane.name], plane, shape, f"out.{plane.name}"), 0, plane.row_bytes)
+                for plane in planes
+            ]
+        view = byte_view(out, _all_planes(planes), shape)
+        stride = self.row_bytes
+        return [(view, sum(plane.before), stride) for plane in planes]
+
+    def prewarm(self, max_bytes: int | None = None, progress: Any = None) -> int:
+        """Reads the table into the page cache, sequentially, and maps it.
+
+        Args:
+            max_bytes: Stop after this many bytes of the table; None for all that memory allows.
+            progress: Called with `(bytes_done, bytes_total)` now and then, on this thread.
+
+        Returns:
+            Bytes of the table made resident.
+        """
+        _require_positive("max_bytes", max_bytes)
+        return self._native.prewarm(max_bytes, progress)
+
+    def residency(self) -> Residency:
+        """Asks the kernel how much of the table is in memory.
+
+        Takes some tens of nanoseconds per page: a third of a second for 47.7 GiB.
+        """
+        return Residency(*self._native.residency())
+
+    def stats(self) -> dict[str, Any]:
+        """What runs, what it fell back from, and what has been done since opening.
+
+        Returns:
+            A plain dictionary. `"io"` says what was asked for, what runs and why; counters count
+            calls, rows, bytes and reads; `"seconds"` holds latency distributions of the phases
+            `plan`, `copy` and `fetch` and of whole calls.
+        """
+        return cast("dict[str, Any]", self._native.stats())
+
+    def close(self) -> None:
+        """Closes the files once running calls have ended; later calls raise ValueError."""
+        self._native.close()
+
+    @property
+    def info(self) -> TableInfo:
+        """The table's description."""
+        return self._info
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the table."""
+        return self._info.rows
+
+    @property
+    def planes(self) -> Planes:
+        """Stored regions of every row, by position and by name."""
+        return self._info.planes
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row of the weight plane, in `dtype` elements."""
+        return self.planes[0].row_shape
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all planes."""
+        return self._info.row_bytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Numpy dtype of the weight plane."""
+        return self.planes[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole table over all planes."""
+        return self._info.bytes
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the files that hold rows, symlinks resolved."""
+        return self._info.files
+
+    @property
+    def encoding(self) -> str:
+        """How stored bytes stand for values, e.g. `"bf16"` or `"fp8_e4m3"`."""
+        return self._info.encoding
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """Values per row after dequantisation."""
+        return self._info.logical_shape
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Table-wide numbers, e.g. `{"weight_scale": 0.000199}`."""
+        return dict(self._info.constants)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._native.is_closed
+
+    def __enter__(self) -> FileGather:
+        """Returns the gather itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**30 else f"{self.nbytes} bytes"
+        count = len(self.files)
+        return (
+            f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} bytes "
+            f"({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
+        )
+
+
+def _all_planes(planes: Planes) -> Any:
+    """The planes of a row side by side, as one plane of bytes."""
+    row_bytes = sum(plane.row_bytes for plane in planes)
+    first = planes[0]
+    return type(first)("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
+
+
+def _require_positive(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise placed(ValueError(f"{name}={value!r} must be an integer or None"))
+    if value < 1:
+        raise placed(ValueError(f"{name}={value} must be at least 1, or None"))
+
+
+def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
+    """Drops the page cache of files, for benchmarks and tests.
+
+    Args:
+        files: One path or several, such as `FileGather.files`.
+
+    Returns:
+        Bytes that stayed resident all the same, because another process maps or locks them.
+
+    Raises:
+        OSError: A file cannot be opened or synced.
+    """
+    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+    return _engram.drop_cache([os.fspath(path) for path in paths])
+
+
+class TableSet:
+    """Several tables, gathered with one plan, one pool of threads and one round of reads.
+
+    Args:
+        source: A checkpoint path, of which every n-gram and per-layer table is opened; or
+            `FileGather` objects, as a sequence or as a mapping with names of your choice.
+        io: As for `FileGather`; only with a path.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Sequence[FileGather] | Mapping[str, FileGather],
+        *,
+        io: Io = "auto",
+    ) -> None:
+        if isinstance(source, str | os.PathLike):
+            self._gathers = {
+                info.name: FileGather(source, info.name, io=io) for info in tables(source)
+            }
+            if not self._gathers:
+                raise placed(ValueError(f"{os.fspath(source)} holds no n-gram or per-layer table"))
+        elif hasattr(source, "keys"):
+            self._gathers = dict(cast("Mapping[str, FileGather]", source))
+        else:
+            self._gathers = {gather.info.name: gather for gather in source}
+
+    def gather(
+        self,
+        ids: Mapping[str, Any],
+        out: Mapping[str, Any] | None = None,
+        *,
+        pad_id: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Reads rows of several tables at once.
+
+        Args:
+            ids: Row ids per table name, as for `FileGather.gather`.
+            out: Where rows go, for some or all of the tables.
+            pad_id: As for `FileGather.gather`.
+            timeout: Seconds after which to give up.
+
+        Returns:
+            Rows per table name, in the order of `ids`.
+
+        Raises:
+            KeyError: A name that is no table of this set; the names are listed.
+            Exception: As `FileGather.gather` does.
+        """
+        requests: list[tuple[Any, Any, _PlaneTargets, int | None]] = []
+        rows: dict[str, Any] = {}
+        given = out or {}
+        for name in (*ids, *given):
+            if name not in self._gathers:
+                raise KeyError(f"no table {name!r} in this set; it has {list(self._gathers)}")
+        for name, wanted in ids.items():
+            gather = self._gathers[name]
+            flat = int64_ids(wanted)
+            target = given.get(name)
+            if target is None:
+                target = gather._allocate(flat.shape, torch_like=is_torch(wanted))
+            targets = gather._targets(target, flat.shape, flat.size)
+            requests.append((gather._native, flat, targets, pad_id))
+            rows[name] = target
+        _engram.gather_many(requests, timeout)
+        return rows
+
+    @property
+    def gathers(self) -> dict[str, FileGather]:
+        """The tables of the set, by name, in layer order."""
+        return dict(self._gathers)
+
+    def close(self) -> None:
+        """Closes every table of the set."""
+        for gather in self._gathers.values():
+            gather.close()
+
+    def __enter__(self) -> TableSet:
+        """Returns the set itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<engram.TableSet of {len(self._gathers)} tables: {list(self._gathers)}>"

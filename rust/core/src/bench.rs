@@ -1,0 +1,126 @@
+//! Bare loops that the benchmarks hold the library against. Built only with the feature `bench`,
+//! never part of a released wheel.
+#![expect(
+    unsafe_code,
+    reason = "a bare ring loop hands raw addresses to the kernel"
+)]
+
+use std::os::fd::AsRawFd as _;
+use std::time::{Duration, Instant};
+
+use io_uring::types::Fd;
+use io_uring::{IoUring, opcode};
+
+use crate::buffer::{HostBuffer, PlaneSink};
+use crate::error::{Error, Result};
+use crate::map::{self, RowAddress};
+use crate::reader::Reader;
+use crate::threads;
+
+/// Copies the rows of `ids` from the mapping with nothing around the copy: addresses are computed
+/// beforehand, the work is cut into equal parts, no residency is looked at.
+pub fn copy(
+    reader: &Reader,
+    ids: &[i64],
+    sink: &PlaneSink<'_>,
+    thread_count: usize,
+) -> Result<Duration> {
+    let plane = &reader.table().planes[0];
+    let addresses = ids
+        .iter()
+        .map(|&id| {
+            let span = plane.span(id.cast_unsigned());
+            let map = reader.files()[span.file]
+                .map()
+                .map_err(|_| Error::value("not mapped"))?;
+            Ok(map.row(span.offset, plane.row_bytes()))
+        })
+        .collect::<Result<Vec<RowAddress<'_>>>>()?;
+    let part = addresses.len().div_ceil(thread_count).max(1);
+    let pool = threads::compute()?;
+    let started = Instant::now();
+    if thread_count == 1 {
+        map::copy_rows(&addresses, sink, 0);
+        return Ok(started.elapsed());
+    }
+    pool.1.in_place_scope(|scope| {
+        let mut parts = addresses.chunks(part).enumerate();
+        let first = parts.next();
+        for (index, rows) in parts {
+            scope.spawn(move |_| map::copy_rows(rows, sink, index * part));
+        }
+        if let Some((_, rows)) = first {
+            map::copy_rows(rows, sink, 0);
+        }
+    });
+    Ok(started.elapsed())
+}
+
+/// Reads the rows of `ids`, or the aligned blocks around them with `direct`, through a plain ring:
+/// fill the queue to `depth`, wait for one, reap what is there. Nothing is copied out.
+pub fn uring(reader: &Reader, ids: &[i64], direct: bool, depth: usize) -> Result<Duration> {
+    let ring_error = |error: std::io::Error| Error::value(format!("bare ring: {error}"));
+    let plane = &reader.table().planes[0];
+    let alignment = if direct {
+        let mut alignment = 512;
+        for file in reader.files() {
+            let opened = file
+                .direct()
+                .map_err(|errno| Error::os("no direct I/O", errno, file.path()))?;
+            alignment = alignment.max(opened.alignment());
+        }
+        alignment
+    } else {
+        1
+    };
+    let spans: Vec<(i32, u64, u32)> = ids
+        .iter()
+        .map(|&id| {
+            let span = plane.span(id.cast_unsigned());
+            let end = (span.offset + plane.row_bytes() as u64).next_multiple_of(alignment);
+            let start = span.offset / alignment * alignment;
+            let fd = reader.files()[span.file].raw_fd(direct);
+            (fd, start, u32::try_from(end - start).unwrap_or(u32::MAX))
+        })
+        .collect();
+    let slot = spans
+        .iter()
+        .map(|span| span.2)
+        .max()
+        .unwrap_or(0)
+        .next_multiple_of(4096);
+    let slots = HostBuffer::new(depth * slot as usize, false)?;
+    let entries = u32::try_from(depth).unwrap_or(u32::MAX);
+    let mut ring = IoUring::new(entries).map_err(ring_error)?;
+    debug_assert!(ring.as_raw_fd() >= 0);
+    let mut free: Vec<usize> = (0..depth).collect();
+    let (mut next, mut left) = (0, spans.len());
+    let started = Instant::now();
+    while left > 0 {
+        while next < spans.len() {
+            let Some(index) = free.pop() else { break };
+            let (fd, offset, length) = spans[next];
+            let address = slots.address().wrapping_add(index * slot as usize);
+            let entry = opcode::Read::new(Fd(fd), address, length)
+                .offset(offset)
+                .build()
+                .user_data(index as u64);
+            // SAFETY: the slot is at least `length` long, is given to one read at a time, and
+            // outlives the loop, which ends only when every read has completed.
+            let pushed = unsafe { ring.submission().push(&entry) };
+            assert!(pushed.is_ok(), "as many slots as entries");
+            next += 1;
+        }
+        ring.submit_and_wait(1).map_err(ring_error)?;
+        for completion in ring.completion() {
+            assert!(
+                completion.result() > 0,
+                "bare read failed: {}",
+                completion.result()
+            );
+            free.push(usize::try_from(completion.user_data()).unwrap_or(0));
+            left -= 1;
+        }
+    }
+    Ok(started.elapsed())
+}

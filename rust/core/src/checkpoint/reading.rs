@@ -1,0 +1,268 @@
+//! Bytes of a checkpoint's files: headers at opening, small tensors and configuration later.
+//! Every file is opened for one purpose and closed again.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use serde_json::Value;
+
+use super::catalogue;
+use super::location::{Found, require_regular};
+use super::packed::Packed;
+use super::{CheckpointFile, Identity};
+use crate::error::{Error, Result};
+use crate::header;
+
+/// Longest `config.json` read.
+const MAX_CONFIG_BYTES: u64 = 64 << 20;
+
+/// Longest value of a `__metadata__` entry that is kept: settings are short, training logs are not.
+const MAX_METADATA_VALUE: usize = 256;
+
+/// Threads that read headers; parsing is the larger part of the work.
+const MAX_THREADS: usize = 4;
+
+/// Below this many files a second thread costs more than it saves.
+const FILES_PER_THREAD: usize = 8;
+
+/// What a file's header says, in compact form.
+#[derive(Debug)]
+pub(super) struct Contents {
+    pub(super) pack: Packed,
+    pub(super) metadata: Option<HashMap<String, String>>,
+}
+
+/// Opens a regular file read-only; never waits for the other end of a pipe.
+fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
+    let refuse = |error: std::io::Error| Error::io(doing, &error, path);
+    require_regular(&std::fs::metadata(path).map_err(refuse)?, path)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+        .map_err(refuse)?;
+    let status = file.metadata().map_err(refuse)?;
+    require_regular(&status, path)?;
+    let identity = Identity::of(&status);
+    Ok((file, identity))
+}
+
+/// Reads the headers of all files, on a few threads when there are many; results and the first
+/// error are those of reading them in order.
+pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
+    let wanted = found.len().div_ceil(FILES_PER_THREAD).min(MAX_THREADS);
+    let threads = if wanted > 1 {
+        thread::available_parallelism().map_or(1, |cores| wanted.min(cores.get()))
+    } else {
+        1
+    };
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut buffer = Vec::new();
+        let mut done = Vec::new();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            let Some(file) = found.get(number) else {
+                return done;
+            };
+            let result = header_of(file, number, &mut buffer);
+            let failed = result.is_err();
+            done.push((number, result));
+            if failed {
+                // Files before this one are taken by now, those after it no longer matter.
+                next.fetch_max(found.len(), Ordering::Relaxed);
+            }
+        }
+    };
+    let mut results = thread::scope(|scope| {
+        // A refused thread is no failure: this one does the work that is left.
+        let helpers: Vec<_> = (1..threads)
+            .map_while(|_| thread::Builder::new().spawn_scoped(scope, work).ok())
+            .collect();
+        let mut results = work();
+        for helper in helpers {
+            match helper.join() {
+                Ok(more) => results.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        results
+    });
+    results.sort_unstable_by_key(|&(number, _)| number);
+
+    let mut files = Vec::with_capacity(found.len());
+    let mut contents = Vec::with_capacity(found.len());
+    for (number, result) in results {
+        let (identity, content) = result?;
+        files.push(CheckpointFile {
+            path: found[number].path.clone(),
+            resolved: found[number].resolved.clone(),
+            identity,
+        });
+        contents.push(content);
+    }
+    Ok((files, contents))
+}
+
+fn header_of(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
+    read_header(file, number, buffer).map_err(|error| match error {
+        Error::Checkpoint { message, place } if file.beside_index => Error::Checkpoint {
+            message: format!(
+                "{message} (the index does not name this file: if it is no part of the \
+                 checkpoint, move it elsewhere)"
+            ),
+            place,
+        },
+        other => other,
+    })
+}
+
+fn read_header(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
+    let path = &file.path;
+    let (handle, identity) = open(&file.resolved, "cannot open")?;
+    if identity.len < header::LENGTH_BYTES {
+        return Err(header::too_short(identity.len, path));
+    }
+    let refuse = |error: std::io::Error| read_failure(&error, path, 0);
+    let mut first8 = [0; 8];
+    handle.read_exact_at(&mut first8, 0).map_err(refuse)?;
+    let length = header::header_length(first8, identity.len, path)?;
+    let length = usize::try_from(length)
+        .map_err(|_| Error::checkpoint("the header does not fit this machine", path))?;
+    buffer.clear();
+    buffer.resize(length, 0);
+    handle
+        .read_exact_at(buffer, header::LENGTH_BYTES)
+        .map_err(refuse)?;
+    let header = header::parse(buffer, identity.len, path)?;
+    let metadata = header.metadata.map(|mut entries| {
+        entries.retain(|_, value| value.len() <= MAX_METADATA_VALUE);
+        entries
+    });
+    let pack = catalogue::pack(&header.tensors, number);
+    Ok((identity, Contents { pack, metadata }))
+}
+
+fn read_failure(error: &std::io::Error, path: &Path, offset: u64) -> Error {
+    if error.kind() == ErrorKind::UnexpectedEof {
+        Error::checkpoint("the file became shorter while it was being read", path).at_offset(offset)
+    } else {
+        Error::io("cannot read", error, path).at_offset(offset)
+    }
+}
+
+/// Reads `bytes` bytes of a file that must still be the one that was opened.
+pub(super) fn bytes(
+    file: &CheckpointFile,
+    offset: u64,
+    bytes: u64,
+    tensor: &str,
+) -> Result<Vec<u8>> {
+    let (handle, identity) = open(&file.resolved, "cannot open")?;
+    if identity != file.identity {
+        return Err(Error::checkpoint(
+            format!(
+                "the file has changed since the checkpoint was opened, so tensor {tensor:?} cannot be read; open it again"
+            ),
+            &file.path,
+        ));
+    }
+    let length = usize::try_from(bytes).map_err(|_| {
+        Error::checkpoint(
+            format!("tensor {tensor:?} does not fit this machine"),
+            &file.path,
+        )
+    })?;
+    let mut buffer = vec![0; length];
+    handle
+        .read_exact_at(&mut buffer, offset)
+        .map_err(|error| read_failure(&error, &file.path, offset))?;
+    Ok(buffer)
+}
+
+/// The text of a small file; `None` when there is no such file.
+pub(super) fn small_text(path: &Path, max_bytes: u64, what: &str) -> Result<Option<String>> {
+    match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io(format!("cannot open {what}"), &error, path)),
+        Ok(_) => {}
+    }
+    // A link that leads nowhere is an error, not an absent file.
+    super::location::status(path)?;
+    let (handle, identity) = open(path, &format!("cannot open {what}"))?;
+    if identity.len > max_bytes {
+        return Err(Error::checkpoint(
+            format!(
+                "the {what} has {} bytes; the limit is {max_bytes}",
+                identity.len
+            ),
+            path,
+        ));
+    }
+    let mut bytes = Vec::new();
+    (&handle)
+        .take(max_bytes)
+        .read_to_end(&mut bytes)
+        .map_err(|error| Error::io(format!("cannot read {what}"), &error, path))?;
+    String::from_utf8(bytes).map(Some).map_err(|error| {
+        Error::checkpoint(
+            format!(
+                "the {what} is not UTF-8 text from byte {} on",
+                error.utf8_error().valid_up_to()
+            ),
+            path,
+        )
+    })
+}
+
+/// The configuration at `path`; `None` when there is none.
+pub(super) fn config(path: &Path) -> Result<Option<Value>> {
+    let Some(text) = small_text(path, MAX_CONFIG_BYTES, "configuration")? else {
+        return Ok(None);
+    };
+    let parsed = serde_json::from_str(&text)
+        .or_else(|error| serde_json::from_str(&without_special_numbers(&text)).map_err(|_| error));
+    match parsed {
+        Ok(config @ Value::Object(_)) => Ok(Some(config)),
+        Ok(_) => Err(Error::checkpoint(
+            "the configuration is not a JSON object",
+            path,
+        )),
+        Err(error) => Err(Error::checkpoint(
+            format!("the configuration is not valid JSON: {error}"),
+            path,
+        )),
+    }
+}
+
+/// Replaces `NaN` and `Infinity`, which Python's JSON writer produces and JSON does not have, by
+/// null. No field that engram reads holds them.
+fn without_special_numbers(text: &str) -> String {
+    let mut result = String::with_capacity(text.len());
+    let mut rest = text;
+    let mut in_string = false;
+    while let Some(character) = rest.chars().next() {
+        let special = ["-Infinity", "Infinity", "NaN"]
+            .into_iter()
+            .find(|word| !in_string && rest.starts_with(word));
+        let taken = if let Some(word) = special {
+            result.push_str("null");
+            word.len()
+        } else if in_string && character == '\\' {
+            let escaped = rest[1..].chars().next().map_or(0, char::len_utf8);
+            result.push_str(&rest[..=escaped]);
+            1 + escaped
+        } else {
+            in_string ^= character == '"';
+            result.push(character);
+            character.len_utf8()
+        };
+        rest = &rest[taken..];
+    }
+    result
+}

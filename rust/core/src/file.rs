@@ -1,0 +1,450 @@
+//! An open file of a checkpoint: its descriptors, its mapping, and what is believed of its pages.
+//!
+//! One descriptor per file, one more when direct I/O is asked for, one mapping. All are read-only,
+//! and shared by every table that has rows in the file.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use crate::buffer::HostBuffer;
+use crate::checkpoint::{CheckpointFile, Identity};
+use crate::error::{Error, Result};
+use crate::map::Map;
+use crate::residency::Residency;
+
+/// The filesystem a file lives on, as far as it decides how to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Filesystem {
+    /// Short name, e.g. `ext4`; `unknown` where the magic number is not listed here.
+    pub name: &'static str,
+    /// Whether a page fault may go over a network or to a user-space server, and so hang or fail.
+    pub remote: bool,
+}
+
+impl Filesystem {
+    /// By the magic number `statfs` reports.
+    pub fn from_magic(magic: u64) -> Self {
+        let (name, remote) = match magic {
+            0xEF53 => ("ext4", false),
+            0x5846_5342 => ("xfs", false),
+            0x9123_683E => ("btrfs", false),
+            0x0102_1994 => ("tmpfs", false),
+            0x794C_7630 => ("overlayfs", false),
+            0x2FC1_2FC1 => ("zfs", false),
+            0xF2F5_2010 => ("f2fs", false),
+            0x7371_7368 => ("squashfs", false),
+            0xE0F5_E1E2 => ("erofs", false),
+            0xCA45_1A4E => ("bcachefs", false),
+            0x6969 => ("nfs", true),
+            0x6573_5546 => ("fuse", true),
+            0x0BD0_0BD0 => ("lustre", true),
+            0x0102_1997 => ("9p", true),
+            0xFF53_4D42 => ("cifs", true),
+            0xFE53_4D42 => ("smb2", true),
+            0x00C3_6400 => ("ceph", true),
+            0x4750_4653 => ("gpfs", true),
+            0x1983_0326 => ("beegfs", true),
+            0x5346_414F => ("afs", true),
+            _ => ("unknown", false),
+        };
+        Self { name, remote }
+    }
+}
+
+/// A descriptor that bypasses the page cache.
+#[derive(Debug)]
+pub struct Direct {
+    file: File,
+    alignment: u64,
+}
+
+impl Direct {
+    /// Alignment in bytes that offset, length and memory address of every read must have.
+    pub fn alignment(&self) -> u64 {
+        self.alignment
+    }
+}
+
+/// Whether files are mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mapping {
+    /// Not at all.
+    Never,
+    /// Unless the filesystem is remote or the kernel refuses.
+    IfSafe,
+    /// Even on a remote filesystem.
+    Required,
+}
+
+/// A checkpoint file opened for reading rows.
+#[derive(Debug)]
+pub struct OpenFile {
+    path: PathBuf,
+    file: File,
+    identity: Identity,
+    filesystem: Filesystem,
+    map: std::result::Result<Arc<Map>, NoMap>,
+    residency: OnceLock<Arc<Residency>>,
+    may_query: bool,
+    direct: OnceLock<std::result::Result<Direct, i32>>,
+}
+
+/// Why a file is not mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoMap {
+    /// Nobody asked for it.
+    NotWanted,
+    /// The filesystem is remote.
+    Remote,
+    /// The kernel refused with this error number.
+    Refused(i32),
+}
+
+impl OpenFile {
+    /// Opens a file whose header was read before; it must still be the same, unchanged file.
+    pub fn open(checkpoint_file: &CheckpointFile, mapping: Mapping) -> Result<Arc<Self>> {
+        let path = checkpoint_file.resolved.as_path();
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_CLOEXEC)
+            .open(path)
+            .map_err(|error| open_error(&error, path))?;
+        let metadata = file
+            .metadata()
+            .map_err(|error| Error::io("cannot stat", &error, path))?;
+        let identity = Identity::of(&metadata);
+        if identity != checkpoint_file.identity {
+            return Err(Error::checkpoint(
+                "the file changed between reading its header and opening it for rows; open the checkpoint again",
+                path,
+            ));
+        }
+        let len = identity.len;
+        let filesystem = rustix::fs::fstatfs(&file).map_or(
+            Filesystem {
+                name: "unknown",
+                remote: false,
+            },
+            |statfs| Filesystem::from_magic(statfs.f_type.cast_unsigned() & 0xFFFF_FFFF),
+        );
+        // Reads of single rows must not pull in their neighbourhood.
+        #[cfg(target_os = "linux")]
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+        let map = match mapping {
+            Mapping::Never => Err(NoMap::NotWanted),
+            Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
+            Mapping::IfSafe | Mapping::Required => Map::new(&file, len)
+                .map(Arc::new)
+                .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
+        };
+        let may_query = may_query(&metadata, path);
+        let open = Arc::new(Self {
+            path: path.to_owned(),
+            file,
+            identity,
+            filesystem,
+            map,
+            residency: OnceLock::new(),
+            may_query,
+            direct: OnceLock::new(),
+        });
+        register(&open);
+        Ok(open)
+    }
+
+    /// The path as it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes in the file when it was opened.
+    pub fn len(&self) -> u64 {
+        self.identity.len
+    }
+
+    /// What the file was when it was opened.
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// Whether the file has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.identity.len == 0
+    }
+
+    /// The filesystem it lives on.
+    pub fn filesystem(&self) -> Filesystem {
+        self.filesystem
+    }
+
+    /// The mapping, or why there is none.
+    pub fn map(&self) -> std::result::Result<&Arc<Map>, NoMap> {
+        self.map.as_ref().map_err(|reason| *reason)
+    }
+
+    /// What is believed of the file's pages.
+    #[inline]
+    pub fn residency(&self) -> &Arc<Residency> {
+        self.residency
+            .get_or_init(|| Arc::new(Residency::new(self.identity.len)))
+    }
+
+    /// Whether the kernel answers truthfully which pages are in memory: it does so only to the
+    /// owner of the file and to those who may write it.
+    pub fn may_query(&self) -> bool {
+        self.may_query
+    }
+
+    /// Raw descriptor for submission queues, direct or through the page cache.
+    pub(crate) fn raw_fd(&self, direct: bool) -> i32 {
+        match self.direct.get() {
+            Some(Ok(descriptor)) if direct => descriptor.file.as_raw_fd(),
+            _ => self.file.as_raw_fd(),
+        }
+    }
+
+    /// Positional read, possibly short.
+    pub(crate) fn read_at(
+        &self,
+        buffer: &mut [u8],
+        offset: u64,
+        direct: bool,
+    ) -> io::Result<usize> {
+        match self.direct.get() {
+            Some(Ok(descriptor)) if direct => descriptor.file.read_at(buffer, offset),
+            _ => self.file.read_at(buffer, offset),
+        }
+    }
+
+    /// Positional read that returns `EAGAIN` instead of waiting for a device.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut slices = [io::IoSliceMut::new(buffer)];
+        Ok(rustix::io::preadv2(
+            &self.file,
+            &mut slices,
+            offset,
+            rustix::io::ReadWriteFlags::NOWAIT,
+        )?)
+    }
+
+    /// As on Linux, where nothing can answer: always `EAGAIN`.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn read_cached_at(&self, _buffer: &mut [u8], _offset: u64) -> io::Result<usize> {
+        Err(io::Error::from_raw_os_error(libc::EAGAIN))
+    }
+
+    /// Asks the kernel to start reading `len` bytes at `offset` into the page cache.
+    pub fn will_need(&self, offset: u64, len: u64) -> io::Result<()> {
+        #[cfg(target_os = "linux")]
+        rustix::fs::fadvise(
+            &self.file,
+            offset,
+            std::num::NonZeroU64::new(len),
+            rustix::fs::Advice::WillNeed,
+        )?;
+        #[cfg(not(target_os = "linux"))]
+        let _ = (offset, len);
+        Ok(())
+    }
+
+    /// A second descriptor of the same file, without the advice for random reads.
+    pub(crate) fn reopen(&self) -> Result<File> {
+        let refuse = |error: io::Error| open_error(&error, &self.path);
+        #[cfg(target_os = "linux")]
+        return File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())).map_err(refuse);
+        #[cfg(not(target_os = "linux"))]
+        return File::open(&self.path).map_err(refuse);
+    }
+
+    /// The direct descriptor, opened and proved by one real read on first use.
+    pub fn direct(&self) -> std::result::Result<&Direct, i32> {
+        self.direct
+            .get_or_init(|| self.open_direct())
+            .as_ref()
+            .map_err(|errno| *errno)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn open_direct(&self) -> std::result::Result<Direct, i32> {
+        let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EINVAL);
+        // Through the descriptor, so that a file renamed over the path meanwhile is not opened.
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_CLOEXEC | libc::O_DIRECT)
+            .open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
+            .map_err(|error| errno(&error))?;
+        let flags = rustix::fs::fcntl_getfl(&file).map_err(rustix::io::Errno::raw_os_error)?;
+        if !flags.contains(rustix::fs::OFlags::DIRECT) {
+            return Err(libc::EOPNOTSUPP);
+        }
+        let alignment = direct_alignment(file.as_fd());
+        // Some stacks accept the flag and refuse every read: only a read proves that it works.
+        let mut probe = HostBuffer::new(usize::try_from(alignment).unwrap_or(4096), false)
+            .map_err(|_| libc::ENOMEM)?;
+        let length = usize::try_from(alignment).unwrap_or(4096);
+        let read = file
+            .read_at(&mut probe.as_mut_slice()[..length], 0)
+            .map_err(|error| errno(&error))?;
+        let expected = usize::try_from(self.identity.len.min(alignment)).unwrap_or(length);
+        if read < expected {
+            return Err(libc::EINVAL);
+        }
+        Ok(Direct { file, alignment })
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn open_direct(&self) -> std::result::Result<Direct, i32> {
+        Err(libc::EOPNOTSUPP)
+    }
+}
+
+/// Files that are open for reading rows, so that [`drop_cache`] can unmap their pages first.
+static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+
+fn register(file: &Arc<OpenFile>) {
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.retain(|file| file.strong_count() > 0);
+    open.push(Arc::downgrade(file));
+}
+
+/// Drops the page cache of the file at `path` and forgets what was believed of its pages; returns
+/// the bytes that stayed resident all the same (pages that another process has mapped or locked).
+/// For benchmarks and tests.
+pub fn drop_cache(path: &Path) -> Result<u64> {
+    let refuse = |error: io::Error| Error::io("cannot drop the page cache", &error, path);
+    let file = File::open(path).map_err(|error| open_error(&error, path))?;
+    let identity = Identity::of(&file.metadata().map_err(refuse)?);
+    let open: Vec<_> = {
+        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.iter()
+            .filter_map(Weak::upgrade)
+            .filter(|open| open.identity == identity)
+            .collect()
+    };
+    for file in &open {
+        // Pages in this process's page tables would survive the advice below.
+        if let Ok(map) = file.map() {
+            map.trim(0..map.len()).map_err(refuse)?;
+        }
+        let residency = file.residency();
+        residency.clear(0..residency.pages());
+    }
+    // Dirty pages survive it as well.
+    file.sync_all().map_err(refuse)?;
+    #[cfg(target_os = "linux")]
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)
+        .map_err(|errno| refuse(errno.into()))?;
+    if identity.len == 0 {
+        return Ok(0);
+    }
+    let map = Map::new(&file, identity.len).map_err(refuse)?;
+    let page = rustix::param::page_size() as u64;
+    let mut states = Vec::new();
+    map.resident(0..identity.len.div_ceil(page), &mut states)
+        .map_err(refuse)?;
+    Ok(states.iter().filter(|&&state| state & 1 == 1).count() as u64 * page)
+}
+
+/// Alignment for direct reads: what the kernel says since 6.1, else a page, which every block
+/// device accepts.
+#[cfg(target_os = "linux")]
+fn direct_alignment(file: BorrowedFd<'_>) -> u64 {
+    use rustix::fs::{AtFlags, StatxFlags, statx};
+    let page = rustix::param::page_size() as u64;
+    statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+        .ok()
+        .filter(|answer| answer.stx_mask & StatxFlags::DIOALIGN.bits() != 0)
+        .map(|answer| u64::from(answer.stx_dio_offset_align.max(answer.stx_dio_mem_align)))
+        .filter(|alignment| alignment.is_power_of_two() && (512..=page).contains(alignment))
+        .unwrap_or(page)
+}
+
+fn may_query(metadata: &std::fs::Metadata, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    let user = rustix::process::geteuid();
+    user.is_root()
+        || metadata.uid() == user.as_raw()
+        || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
+}
+
+fn open_error(error: &io::Error, path: &Path) -> Error {
+    let doing = match error.raw_os_error() {
+        Some(libc::EMFILE) => {
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+            format!(
+                "cannot open (this process may hold {} files open; raise the limit with `ulimit -n`)",
+                limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string())
+            )
+        }
+        _ => "cannot open".to_owned(),
+    };
+    Error::io(doing, error, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    fn temporary(bytes: &[u8]) -> (tempfile::NamedTempFile, CheckpointFile) {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(bytes).unwrap();
+        let described = CheckpointFile::of(file.path()).unwrap();
+        (file, described)
+    }
+
+    #[test]
+    fn a_file_that_changed_is_refused() {
+        let (mut file, described) = temporary(&[0; 10]);
+        file.write_all(&[0]).unwrap();
+        let error = OpenFile::open(&described, Mapping::IfSafe).unwrap_err();
+        assert!(matches!(error, Error::Checkpoint { .. }));
+        assert!(error.to_string().contains("the file changed"));
+    }
+
+    #[test]
+    fn remote_filesystems_are_recognised() {
+        assert!(Filesystem::from_magic(0x6969).remote);
+        assert!(Filesystem::from_magic(0x6573_5546).remote);
+        assert_eq!(
+            Filesystem::from_magic(0xEF53),
+            Filesystem {
+                name: "ext4",
+                remote: false
+            }
+        );
+        assert_eq!(
+            Filesystem::from_magic(1),
+            Filesystem {
+                name: "unknown",
+                remote: false
+            }
+        );
+    }
+
+    #[test]
+    fn direct_reads_work_or_say_why_not() {
+        let (_file, described) = temporary(&[7; 5000]);
+        let open = OpenFile::open(&described, Mapping::IfSafe).unwrap();
+        match open.direct() {
+            Ok(direct) => {
+                let mut buffer = HostBuffer::new(8192, false).unwrap();
+                assert!(direct.alignment().is_power_of_two());
+                let tail = open
+                    .read_at(&mut buffer.as_mut_slice()[..4096], 4096, true)
+                    .unwrap();
+                assert_eq!(
+                    tail, 904,
+                    "the kernel returns what is left of an unaligned tail"
+                );
+            }
+            Err(errno) => assert!(errno > 0),
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The verb: rows for ids.
+//!
+//! ```text
+//! sweep    each id -> its span; pages believed resident: copy from the map; else: wanted
+//! probe    (only where it pays) ask the kernel which wanted pages are resident after all
+//! plan     wanted spans -> distinct reads, in file order
+//! fetch    many reads in flight; meanwhile copy what is resident; scatter what arrives
+//! ```
+//!
+//! A batch whose rows are all resident never leaves the first step, and a small one never leaves
+//! the calling thread.
+
+mod fill;
+mod sweep;
+
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::buffer::PlaneSink;
+use crate::cuts::Cuts;
+use crate::error::{Error, Result};
+use crate::reader::{Io, Reader};
+use crate::table::Plane;
+
+/// The sinks of one request, one per plane.
+pub type Sinks<'a> = SmallVec<[PlaneSink<'a>; 3]>;
+
+/// Rows wanted from one table.
+pub struct Request<'r, 'm> {
+    /// The table.
+    pub reader: &'r Reader,
+    /// Row ids, flattened.
+    pub ids: &'r [i64],
+    /// One sink per plane of the table, each with a place per id.
+    pub sinks: Sinks<'m>,
+    /// The id that stands for a row of zeros.
+    pub pad_id: Option<i64>,
+}
+
+/// How to run a gather.
+pub struct Control<'a> {
+    /// Give up at this instant. Rows not proven resident are then read, never faulted in.
+    pub deadline: Option<Instant>,
+    /// Called now and then from the calling thread; an error stops the gather.
+    pub interrupt: &'a (dyn Fn() -> Result<()> + 'a),
+}
+
+impl Control<'_> {
+    /// No deadline, no interrupts.
+    pub const NONE: Control<'static> = Control {
+        deadline: None,
+        interrupt: &|| Ok(()),
+    };
+}
+
+/// What one gather did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Rows asked for.
+    pub rows: u64,
+    /// Rows of zeros for the pad id.
+    pub padded: u64,
+    /// Row parts (one per plane) that had to be read.
+    pub fetched: u64,
+    /// Distinct row parts among those.
+    pub unique_fetched: u64,
+    /// Reads issued.
+    pub reads: u64,
+    /// Bytes read.
+    pub bytes_read: u64,
+}
+
+/// One plane of one request: the unit the steps work on.
+#[derive(Clone, Copy)]
+struct Lane<'a> {
+    reader: &'a Reader,
+    plane: &'a Plane,
+    sink: &'a PlaneSink<'a>,
+    ids: &'a [i64],
+    pad_id: Option<i64>,
+    /// Where this reader's files begin in the gather's list of files.
+    first_file: u32,
+    /// The short way to this plane's mapped rows; needed unless all rows are read.
+    cuts: Option<&'a Cuts>,
+    belief: Belief,
+}
+
+/// Which rows a sweep may copy from the mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Belief {
+    /// None: all are read.
+    Nothing,
+    /// Those whose pages are believed resident.
+    Pages,
+    /// All: what is not resident is waited for.
+    All,
+}
+
+type Lanes<'a> = SmallVec<[Lane<'a>; 4]>;
+
+/// Gathers the rows of all `requests`: one plan, one round of reads.
+///
+/// On an error what the sinks hold is unspecified; nothing is written to them after the return.
+pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Report> {
+    let started = Instant::now();
+    for request in requests {
+        request.reader.stats().calls.add(1);
+    }
+    let outcome = run(requests, control, started);
+    let elapsed = started.elapsed();
+    for request in requests {
+        let stats = request.reader.stats();
+        stats.call.record(elapsed);
+        stats.errors.add(u64::from(outcome.is_err()));
+    }
+    outcome
+}
+
+fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
+    let mut report = Report::default();
+    let mut lanes = Lanes::new();
+    let mut first_file = 0;
+    for request in requests {
+        report.padded += check(request)?;
+        report.rows += request.ids.len() as u64;
+        let reader = request.reader;
+        let stats = reader.stats();
+        stats.rows.add(request.ids.len() as u64);
+        stats
+            .bytes_wanted
+            .add(request.ids.len() as u64 * reader.table().row_bytes() as u64);
+        for (index, (plane, sink)) in reader.table().planes.iter().zip(&request.sinks).enumerate() {
+            lanes.push(Lane {
+                cuts: reader.cuts(index),
+                reader,
+                plane,
+                sink,
+                ids: request.ids,
+                pad_id: request.pad_id,
+                first_file,
+                belief: match reader.mode() {
+                    mode if mode.asked == Io::Mmap || !mode.mapped => Belief::Nothing,
+                    _ => Belief::Pages,
+                },
+            });
+        }
+        first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
+    }
+    let mut rest = sweep::sweep(&lanes, control, started)?;
+    if !rest.is_empty() {
+        fill::fill(&lanes, &mut rest, requests, control, started, &mut report)?;
+    }
+    Ok(report)
+}
+
+/// Refuses ids outside the table before any row moves; counts the padded ones.
+fn check(request: &Request<'_, '_>) -> Result<u64> {
+    let table = request.reader.table();
+    let rows = table.rows();
+    let count = request.ids.len();
+    if u32::try_from(count).is_err() {
+        return Err(Error::value(format!(
+            "{count} ids in one call; at most {} are allowed",
+            u32::MAX
+        )));
+    }
+    if request.sinks.len() != table.planes.len() {
+        return Err(Error::value(format!(
+            "{} sinks for the {} planes of table {:?}",
+            request.sinks.len(),
+            table.planes.len(),
+            table.name
+        )));
+    }
+    for (plane, sink) in table.planes.iter().zip(&request.sinks) {
+        if sink.rows() != count || sink.row_bytes() != plane.row_bytes() {
+            return Err(Error::value(format!(
+                "out has {} places of {} bytes for {count} {} rows of {} bytes",
+                sink.rows(),
+                sink.row_bytes(),
+                plane.name().name(),
+                plane.row_bytes()
+            )));
+        }
+    }
+    // A negative id is a huge unsigned one, so one comparison covers both ends; without a branch
+    // per id the loop runs at several ids per cycle.
+    let outside = request
+        .ids
+        .iter()
+        .filter(|&&id| id.cast_unsigned() >= rows)
+        .count();
+    if outside == 0 {
+        return Ok(0);
+    }
+    let mut padded = 0;
+    for (&id, position) in request.ids.iter().zip(0_u64..) {
+        if Some(id) == request.pad_id {
+            padded += 1;
+        } else if id.cast_unsigned() >= rows {
+            return Err(Error::Id {
+                id: i128::from(id),
+                position,
+                rows,
+                table: table.name.clone(),
+            });
+        }
+    }
+    request.reader.stats().rows_padded.add(padded);
+    Ok(padded)
+}
+
+impl Lane<'_> {
+    /// Whether `id` stands for a row of zeros.
+    #[inline]
+    fn is_pad(&self, id: i64) -> bool {
+        self.pad_id == Some(id)
+    }
+}
+
+/// How often the calling thread looks at the interrupt check while it copies.
+const CHECK_PERIOD: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,394 @@
+//! Second step: bring in what the sweep did not find, while the rest is copied.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use super::sweep::{Deferred, Rest, is_resident, sweep};
+use super::{Belief, Control, Lane, Lanes, Report, Request};
+use crate::error::{Error, Result};
+use crate::fetch::pool::Pool;
+use crate::fetch::{Batch, Cost, Fetch};
+use crate::file::OpenFile;
+use crate::plan::{Coalesce, Plan, Read, Want};
+use crate::reader::{Engine, Io, Reader};
+use crate::threads;
+
+/// Missing rows sampled before the kernel is asked about all of them.
+const SAMPLE: usize = 32;
+
+/// Asking about every page pays when at least one in this many sampled rows is resident: a probe
+/// costs a twentieth of a read, and spares one when the answer is yes.
+const WORTH: usize = 8;
+
+/// From this many rows on, probing is shared among threads.
+const PARALLEL_PROBE: usize = 512;
+
+/// Readers that are read in the same way share one round of reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Way {
+    advised: bool,
+    engine: Engine,
+    alignment: Option<u64>,
+}
+
+impl Way {
+    fn of(reader: &Reader) -> Self {
+        let mode = reader.mode();
+        Self {
+            advised: mode.asked == Io::Mmap,
+            engine: mode.engine,
+            alignment: mode.direct,
+        }
+    }
+
+    fn coalesce(self) -> Coalesce {
+        self.alignment
+            .map_or_else(Coalesce::page_cache, Coalesce::direct)
+    }
+}
+
+pub(super) fn fill(
+    lanes: &[Lane<'_>],
+    rests: &mut [Rest],
+    requests: &[Request<'_, '_>],
+    control: &Control<'_>,
+    started: Instant,
+    report: &mut Report,
+) -> Result<()> {
+    let files: Vec<Arc<OpenFile>> = requests
+        .iter()
+        .flat_map(|request| request.reader.files().iter().cloned())
+        .collect();
+    probe(lanes, rests)?;
+    let rests = &*rests;
+    let mut deferred = Deferred::new(rests);
+    let mut ways: Vec<Way> = Vec::new();
+    for rest in rests.iter().filter(|rest| !rest.missing.is_empty()) {
+        let way = Way::of(lanes[rest.lane].reader);
+        if !ways.contains(&way) {
+            ways.push(way);
+        }
+    }
+    for way in ways {
+        let mut wants = Vec::new();
+        for rest in rests
+            .iter()
+            .filter(|rest| Way::of(lanes[rest.lane].reader) == way)
+        {
+            wants.extend(
+                rest.missing
+                    .iter()
+                    .map(|&position| want(lanes, rest.lane, position)),
+            );
+        }
+        let plan = Plan::new(&mut wants, way.coalesce());
+        account(lanes, &plan, report);
+        for request in requests {
+            request.reader.stats().plan.record(started.elapsed());
+        }
+        let round = Round {
+            lanes,
+            plan: &plan,
+            files: &files,
+            way,
+            control,
+        };
+        if way.advised {
+            round.advise_and_copy()?;
+        } else {
+            round.fetch(&mut deferred, report)?;
+        }
+    }
+    // Whatever copying the reads left no time for.
+    while deferred.step(lanes) {}
+    Ok(())
+}
+
+fn want(lanes: &[Lane<'_>], index: usize, position: u32) -> Want {
+    let lane = &lanes[index];
+    let span = lane.plane.span(lane.ids[position as usize].cast_unsigned());
+    Want {
+        file: lane.first_file + u32::try_from(span.file).unwrap_or(u32::MAX),
+        len: u32::try_from(lane.plane.row_bytes()).unwrap_or(u32::MAX),
+        offset: span.offset,
+        lane: u32::try_from(index).unwrap_or(u32::MAX),
+        position,
+    }
+}
+
+/// Removes from `rests` what the kernel says is resident, if a sample says that asking pays.
+fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
+    let candidates: Vec<(usize, u32)> = rests
+        .iter()
+        .filter(|rest| lanes[rest.lane].belief == Belief::Pages)
+        .flat_map(|rest| rest.missing.iter().map(|&position| (rest.lane, position)))
+        .collect();
+    if candidates.is_empty() {
+        return Ok(());
+    }
+    let resident = |lane: usize, position: u32, states: &mut Vec<u8>| {
+        let lane = &lanes[lane];
+        let span = lane.plane.span(lane.ids[position as usize].cast_unsigned());
+        lane.reader.files()[span.file].may_query()
+            && is_resident(lane, span.file, span.offset, states)
+    };
+    if candidates.len() > SAMPLE {
+        let mut states = Vec::new();
+        let step = candidates.len() / SAMPLE;
+        let hits = candidates
+            .iter()
+            .step_by(step)
+            .filter(|&&(lane, position)| resident(lane, position, &mut states))
+            .count();
+        if hits * WORTH < candidates.len().div_ceil(step) {
+            return Ok(());
+        }
+    }
+    let retain = |rest: &mut Rest| {
+        if lanes[rest.lane].belief == Belief::Pages {
+            let mut states = Vec::new();
+            let lane = rest.lane;
+            rest.missing
+                .retain(|&position| !resident(lane, position, &mut states));
+        }
+    };
+    if candidates.len() < PARALLEL_PROBE || threads::available() == 1 {
+        rests.iter_mut().for_each(retain);
+    } else {
+        threads::compute()?
+            .1
+            .install(|| rests.par_iter_mut().for_each(retain));
+    }
+    Ok(())
+}
+
+fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
+    report.fetched += plan.copies.len() as u64;
+    report.unique_fetched += plan.unique;
+    for read in &plan.reads {
+        let mut previous = None;
+        for copy in plan.copies_of(read) {
+            let stats = lanes[copy.lane as usize].reader.stats();
+            stats.rows_fetched.add(1);
+            if previous != Some(copy.within) {
+                stats.unique_rows_fetched.add(1);
+                previous = Some(copy.within);
+            }
+        }
+    }
+}
+
+/// One round of reads.
+struct Round<'r> {
+    lanes: &'r [Lane<'r>],
+    plan: &'r Plan,
+    files: &'r [Arc<OpenFile>],
+    way: Way,
+    control: &'r Control<'r>,
+}
+
+impl Round<'_> {
+    /// The original method: one piece of advice per page range, then the copy from the mapping,
+    /// which waits where the device has not delivered yet.
+    fn advise_and_copy(&self) -> Result<()> {
+        let started = Instant::now();
+        for read in &self.plan.reads {
+            // Advice is a hint; without it the copy faults.
+            drop(self.files[read.file as usize].will_need(read.offset, u64::from(read.len)));
+        }
+        let lanes: Lanes<'_> = self
+            .lanes
+            .iter()
+            .filter(|lane| Way::of(lane.reader) == self.way)
+            .map(|lane| Lane {
+                belief: Belief::All,
+                ..*lane
+            })
+            .collect();
+        let rests = sweep(&lanes, self.control, started)?;
+        debug_assert!(
+            rests.is_empty(),
+            "nothing is missing when everything is copied"
+        );
+        for lane in &lanes {
+            lane.reader.stats().fetch.record(started.elapsed());
+        }
+        Ok(())
+    }
+
+    fn fetch(&self, deferred: &mut Deferred<'_>, report: &mut Report) -> Result<()> {
+        let started = Instant::now();
+        let direct = self.way.alignment.is_some();
+        let mut reads = &self.plan.reads[..];
+        let mut left = Vec::new();
+        if self.way.engine == Engine::Pool && !direct {
+            self.read_cached(&mut left);
+            reads = &left;
+        }
+        let batch = Batch {
+            reads,
+            files: self.files,
+            direct,
+            deadline: self.control.deadline,
+            interrupt: self.control.interrupt,
+        };
+        let mut done = |index: usize, bytes: &[u8]| self.deliver(&reads[index], bytes);
+        let mut idle = || deferred.step(self.lanes);
+        let outcome = if reads.is_empty() {
+            Ok(Cost::default())
+        } else {
+            self.engine()?.fetch(&batch, &mut done, &mut idle)
+        };
+        let cost = outcome.map_err(|error| self.locate(error))?;
+        report.reads += cost.reads;
+        report.bytes_read += cost.bytes;
+        self.charge(reads, cost, started);
+        Ok(())
+    }
+
+    /// The engine that reads; threads where a ring, once possible, is refused now.
+    #[cfg(target_os = "linux")]
+    fn engine(&self) -> Result<Box<dyn Fetch>> {
+        use crate::fetch::uring::{self, Uring};
+        if self.way.engine == Engine::Pool {
+            return Ok(Box::new(Pool));
+        }
+        let reader = self
+            .lanes
+            .iter()
+            .find(|lane| Way::of(lane.reader) == self.way)
+            .map(|lane| lane.reader);
+        match (uring::acquire(), reader) {
+            (Ok(ring), _) => Ok(Box::new(Uring::from(ring))),
+            (Err(error), Some(reader)) if reader.mode().asked != Io::Uring => {
+                reader.note_fallback(format!(
+                    "io_uring refused later ({error}); threads read instead"
+                ));
+                Ok(Box::new(Pool))
+            }
+            (Err(error), _) => Err(Error::Io {
+                doing: "io=\"uring\" cannot make a ring".to_owned(),
+                errno: error.raw_os_error().unwrap_or(libc::EIO),
+                place: Box::default(),
+            }),
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn engine(&self) -> Result<Box<dyn Fetch>> {
+        Ok(Box::new(Pool))
+    }
+
+    /// Serves what the page cache holds with reads that do not wait, before any thread is woken.
+    fn read_cached(&self, left: &mut Vec<Read>) {
+        let longest = self
+            .plan
+            .reads
+            .iter()
+            .map(|read| read.len as usize)
+            .max()
+            .unwrap_or(0);
+        let mut slot = vec![0; longest];
+        let mut refused = false;
+        for read in &self.plan.reads {
+            let slot = &mut slot[..read.len as usize];
+            let file = &self.files[read.file as usize];
+            match file.read_cached_at(slot, read.offset) {
+                Ok(bytes) if !refused && bytes == slot.len() => self.deliver(read, slot),
+                Err(error)
+                    if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
+                {
+                    refused = true;
+                    left.push(read.clone());
+                }
+                _ => left.push(read.clone()),
+            }
+        }
+    }
+
+    /// Scatters the bytes of one read, and notes that its pages are in memory now.
+    fn deliver(&self, read: &Read, bytes: &[u8]) {
+        for copy in self.plan.copies_of(read) {
+            let within = copy.within as usize;
+            let row = &bytes[within..within + copy.len as usize];
+            self.lanes[copy.lane as usize]
+                .sink
+                .write(copy.position as usize, row);
+        }
+        let file = &self.files[read.file as usize];
+        if self.way.alignment.is_none() && file.map().is_ok() {
+            let residency = file.residency();
+            residency.set(residency.pages_of(read.offset, u64::from(read.len)));
+        }
+    }
+
+    fn reader_of(&self, read: &Read) -> &Reader {
+        let lane = self
+            .plan
+            .copies_of(read)
+            .first()
+            .map_or(0, |copy| copy.lane as usize);
+        self.lanes[lane].reader
+    }
+
+    fn charge(&self, reads: &[Read], cost: Cost, started: Instant) {
+        for read in reads {
+            let stats = self.reader_of(read).stats();
+            stats.reads.add(1);
+            stats.bytes_read.add(u64::from(read.len));
+        }
+        let elapsed = started.elapsed();
+        let mut previous: Option<&Reader> = None;
+        for lane in self
+            .lanes
+            .iter()
+            .filter(|lane| Way::of(lane.reader) == self.way)
+        {
+            if previous.is_none_or(|reader| !std::ptr::eq(reader, lane.reader)) {
+                lane.reader.stats().fetch.record(elapsed);
+                lane.reader.stats().depth.raise(cost.depth);
+            }
+            if previous.is_none() {
+                lane.reader
+                    .stats()
+                    .reads
+                    .add(cost.reads.saturating_sub(reads.len() as u64));
+            }
+            previous = Some(lane.reader);
+        }
+    }
+
+    /// Names the row that a failed read was for.
+    fn locate(&self, error: Error) -> Error {
+        let mut error = error;
+        let Some(place) = error.place_mut() else {
+            return error;
+        };
+        let (Some(path), Some(offset)) = (place.path.clone(), place.offset) else {
+            return error.in_table(&self.lanes[0].reader.table().name);
+        };
+        let failed = self.plan.reads.iter().find(|read| {
+            self.files[read.file as usize].path() == path
+                && (read.offset..=read.offset + u64::from(read.len)).contains(&offset)
+        });
+        let copies = failed.map(|read| (read, self.plan.copies_of(read)));
+        let copy = copies.and_then(|(read, copies)| {
+            let hit = copies
+                .iter()
+                .find(|copy| read.offset + u64::from(copy.within + copy.len) > offset);
+            hit.or(copies.first())
+        });
+        match copy {
+            Some(copy) => {
+                let lane = &self.lanes[copy.lane as usize];
+                let row = lane.ids[copy.position as usize].cast_unsigned();
+                error
+                    .in_table(&lane.reader.table().name)
+                    .at_row(row, u64::from(copy.position))
+            }
+            None => error.in_table(&self.lanes[0].reader.table().name),
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! First step: copy what is believed resident, collect the rest.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Belief, CHECK_PERIOD, Control, Lane};
+use crate::cuts::Cuts;
+use crate::error::{Error, Result};
+use crate::map::{self, RowAddress};
+use crate::threads;
+
+/// Rows handled together: enough to overlap their memory latencies, few enough for registers and
+/// stack.
+const BLOCK: usize = 1024;
+
+/// Rows copied between two looks at the clock.
+const STRIP: usize = 1024;
+
+/// Rows per task when a batch is shared among threads.
+const CHUNK: usize = 1024;
+
+/// Batches below this many row parts stay on the calling thread: waking another costs more.
+const PARALLEL: usize = 2048;
+
+/// A copy slower than this much, plus a little per row, may have waited for a device.
+const SLOW: Duration = Duration::from_micros(20);
+const SLOW_PER_ROW: Duration = Duration::from_nanos(200);
+
+/// What is left of a range of one lane's positions: those to read, and where copying stopped.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Rest {
+    pub(super) lane: usize,
+    /// Positions not looked at by the copy: all of them but `missing` are resident.
+    pub(super) deferred: Range<usize>,
+    /// Positions whose rows have to be read, ascending.
+    pub(super) missing: Vec<u32>,
+}
+
+/// Sweeps all lanes; returns what has to be fetched, empty if every row has been copied.
+pub(super) fn sweep(
+    lanes: &[Lane<'_>],
+    control: &Control<'_>,
+    started: Instant,
+) -> Result<Vec<Rest>> {
+    let total: usize = lanes.iter().map(|lane| lane.ids.len()).sum();
+    let threads = lanes
+        .iter()
+        .map(|lane| lane.reader.threads())
+        .max()
+        .unwrap_or(1);
+    if total < PARALLEL || threads == 1 || lanes.iter().all(|lane| lane.belief == Belief::Nothing) {
+        return sweep_here(lanes, control, started);
+    }
+    let tasks: Vec<(usize, Range<usize>)> = lanes
+        .iter()
+        .enumerate()
+        .flat_map(|(index, lane)| chunks(lane.ids.len()).map(move |range| (index, range)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    let rests = Mutex::new(Vec::new());
+    let take = || {
+        let task = next.fetch_add(1, Ordering::Relaxed);
+        (!stop.load(Ordering::Relaxed))
+            .then(|| tasks.get(task))
+            .flatten()
+    };
+    let verify = control.deadline.is_some();
+    let work = |index: usize, range: &Range<usize>| {
+        if let Some(rest) = sweep_range(lanes, index, range.clone(), verify) {
+            rests
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(rest);
+        }
+    };
+    let pool = threads::compute()?;
+    let outcome = pool.1.in_place_scope(|scope| {
+        for _ in 1..threads.min(tasks.len()) {
+            scope.spawn(|_| {
+                while let Some((index, range)) = take() {
+                    work(*index, range);
+                }
+            });
+        }
+        let mut checked = started;
+        while let Some((index, range)) = take() {
+            work(*index, range);
+            if let Err(error) = check(control, &mut checked) {
+                stop.store(true, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+        Ok(())
+    });
+    outcome?;
+    let mut rests = rests.into_inner().unwrap_or_else(PoisonError::into_inner);
+    // Threads finish in any order; the plan sorts, but reports and errors should not depend on it.
+    rests.sort_unstable_by_key(|rest| (rest.lane, rest.deferred.start));
+    Ok(rests)
+}
+
+fn sweep_here(lanes: &[Lane<'_>], control: &Control<'_>, started: Instant) -> Result<Vec<Rest>> {
+    let mut rests = Vec::new();
+    let mut checked = started;
+    for (index, lane) in lanes.iter().enumerate() {
+        for range in chunks(lane.ids.len()) {
+            rests.extend(sweep_range(lanes, index, range, control.deadline.is_some()));
+            check(control, &mut checked)?;
+        }
+    }
+    Ok(rests)
+}
+
+fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len)
+        .step_by(CHUNK)
+        .map(move |start| start..(start + CHUNK).min(len))
+}
+
+fn check(control: &Control<'_>, checked: &mut Instant) -> Result<()> {
+    let now = Instant::now();
+    if now.duration_since(*checked) < CHECK_PERIOD {
+        return Ok(());
+    }
+    *checked = now;
+    (control.interrupt)()?;
+    match control.deadline {
+        Some(deadline) if now >= deadline => Err(Error::Timeout {
+            message: "timed out while copying resident rows".to_owned(),
+            place: Box::default(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Sweeps `range` of one lane. Rows are copied as they are found resident; from the first block with
+/// a missing row on, copying is left for the time when reads are in flight.
+fn sweep_range(
+    lanes: &[Lane<'_>],
+    index: usize,
+    range: Range<usize>,
+    verify: bool,
+) -> Option<Rest> {
+    let lane = &lanes[index];
+    let Some(cuts) = lane.cuts.filter(|_| lane.belief != Belief::Nothing) else {
+        let missing = unmapped(lane, range.clone());
+        let deferred = range.start..range.start;
+        return (!missing.is_empty()).then_some(Rest {
+            lane: index,
+            deferred,
+            missing,
+        });
+    };
+    let mut sweep = Sweep {
+        lane,
+        cuts,
+        verify: verify || lane.reader.verifies(),
+        answers: Vec::new(),
+        denied: 0,
+        copied: 0,
+        rest: None,
+    };
+    let begun = Instant::now();
+    let mut before = begun;
+    for start in range.clone().step_by(STRIP) {
+        let strip = start..(start + STRIP).min(range.end);
+        let mut position = strip.start;
+        if sweep.rest.is_none() && !sweep.verify {
+            position = sweep.copy_believed(strip.clone());
+        }
+        if position < strip.end {
+            sweep.sort_out(index, position..strip.end, range.end);
+        }
+        if sweep.rest.is_none() {
+            // Reading the clock waits for loads in flight, so it is done once per strip.
+            let now = Instant::now();
+            sweep.verify |= was_slow(lane, now.duration_since(before), strip.len());
+            before = now;
+        }
+    }
+    // A deadline verifies too, but says nothing about beliefs that were found wrong.
+    if sweep.verify && sweep.denied == 0 && lane.reader.verifies() {
+        lane.reader.trust_more();
+    }
+    let stats = lane.reader.stats();
+    stats.rows_resident.add(sweep.copied as u64);
+    if sweep.copied > 0 {
+        stats.copy.record(before.duration_since(begun));
+    }
+    sweep.rest
+}
+
+/// The sweep of one range.
+struct Sweep<'l> {
+    lane: &'l Lane<'l>,
+    cuts: &'l Cuts,
+    /// Ask the kernel before a belief is acted on.
+    verify: bool,
+    answers: Vec<u8>,
+    /// Beliefs the kernel denied.
+    denied: usize,
+    copied: usize,
+    rest: Option<Rest>,
+}
+
+impl<'l> Sweep<'l> {
+    /// Copies blocks as long as all their rows are believed resident; returns where it stopped.
+    #[inline]
+    fn copy_believed(&mut self, strip: Range<usize>) -> usize {
+        let lane = self.lane;
+        let all = lane.belief == Belief::All;
+        let mut addresses = [RowAddress::UNUSED; BLOCK];
+        let mut position = strip.start;
+        while position < strip.end {
+            let block = &lane.ids[position..(position + BLOCK).min(strip.end)];
+            if lane.pad_id.is_some() && block.iter().any(|&id| lane.is_pad(id)) {
+                break;
+            }
+            let mut believed = true;
+            for (address, &id) in addresses.iter_mut().zip(block) {
+                let found = self.cuts.find(id);
+                believed &= found.believed;
+                *address = found.address;
+            }
+            if !believed && !all {
+                break;
+            }
+            map::copy_rows(&addresses[..block.len()], lane.sink, position);
+            position += block.len();
+        }
+        self.copied += position - strip.start;
+        position
+    }
+
+    /// Handles positions one by one: pads are zeroed, missing rows noted, resident rows copied, or
+    /// left for later once a row is missing.
+    fn sort_out(&mut self, index: usize, positions: Range<usize>, end: usize) {
+        for position in positions {
+            let id = self.lane.ids[position];
+            if self.lane.is_pad(id) {
+                self.lane.sink.zero(position);
+            } else if let Some(address) = self.resident(id) {
+                if self.rest.is_none() {
+                    map::copy_row(address, self.lane.sink, position);
+                    self.copied += 1;
+                }
+            } else {
+                let deferred = position..end;
+                let rest = self.rest.get_or_insert_with(|| Rest {
+                    lane: index,
+                    deferred,
+                    missing: Vec::new(),
+                });
+                rest.missing
+                    .push(u32::try_from(position).unwrap_or(u32::MAX));
+            }
+        }
+    }
+
+    /// Address of a row whose pages are all believed resident and, when verifying, are.
+    fn resident(&mut self, id: i64) -> Option<RowAddress<'l>> {
+        let found = self.cuts.find(id);
+        if self.lane.belief == Belief::All {
+            return Some(found.address);
+        }
+        if !found.believed {
+            return None;
+        }
+        if self.verify {
+            let span = self.lane.plane.span(id.cast_unsigned());
+            if !is_resident(self.lane, span.file, span.offset, &mut self.answers) {
+                self.denied += 1;
+                return None;
+            }
+        }
+        Some(found.address)
+    }
+}
+
+/// Asks the kernel whether a row's pages are in memory, and notes the answer. A caller to whom the
+/// kernel would not tell the truth is told no.
+pub(super) fn is_resident(
+    lane: &Lane<'_>,
+    file: usize,
+    offset: u64,
+    answers: &mut Vec<u8>,
+) -> bool {
+    let file = &lane.reader.files()[file];
+    let residency = file.residency();
+    let pages = residency.pages_of(offset, lane.plane.row_bytes() as u64);
+    let Ok(map) = file.map() else { return false };
+    if !file.may_query() || map.resident(pages.clone(), answers).is_err() {
+        residency.clear(pages);
+        return false;
+    }
+    lane.reader
+        .stats()
+        .pages_probed
+        .add(pages.end - pages.start);
+    let resident = answers.iter().all(|state| state & 1 == 1);
+    if resident {
+        residency.set(pages);
+    } else {
+        residency.clear(pages);
+    }
+    resident
+}
+
+/// Whether a copy waited for a device, in which case beliefs are checked from here on.
+fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize) -> bool {
+    let rows = u32::try_from(rows).unwrap_or(u32::MAX);
+    if elapsed < SLOW + SLOW_PER_ROW * rows {
+        return false;
+    }
+    let faults = new_major_faults();
+    if faults > 0 {
+        lane.reader.stats().major_faults.add(faults);
+        lane.reader.distrust();
+    }
+    faults > 0
+}
+
+/// Major faults of this thread since the last look; 0 at the first.
+fn new_major_faults() -> u64 {
+    use std::cell::Cell;
+    thread_local!(static SEEN: Cell<Option<i64>> = const { Cell::new(None) });
+    let now = map::major_faults();
+    let seen = SEEN.replace(Some(now)).unwrap_or(now);
+    u64::try_from(now - seen).unwrap_or(0)
+}
+
+/// Without a mapping every row is read; pads are zeroed at once.
+fn unmapped(lane: &Lane<'_>, range: Range<usize>) -> Vec<u32> {
+    let mut missing = Vec::with_capacity(range.len());
+    for position in range {
+        if lane.is_pad(lane.ids[position]) {
+            lane.sink.zero(position);
+        } else {
+            missing.push(u32::try_from(position).unwrap_or(u32::MAX));
+        }
+    }
+    missing
+}
+
+/// Copies the deferred, resident rows of a rest, a block at a time.
+pub(super) struct Deferred<'r> {
+    rests: &'r [Rest],
+    rest: usize,
+    position: usize,
+    missing: usize,
+}
+
+impl<'r> Deferred<'r> {
+    pub(super) fn new(rests: &'r [Rest]) -> Self {
+        let position = rests.first().map_or(0, |rest| rest.deferred.start);
+        Self {
+            rests,
+            rest: 0,
+            position,
+            missing: 0,
+        }
+    }
+
+    /// Copies the next block; whether there is more.
+    pub(super) fn step(&mut self, lanes: &[Lane<'_>]) -> bool {
+        let Some(rest) = self.rests.get(self.rest) else {
+            return false;
+        };
+        let lane = &lanes[rest.lane];
+        let begun = Instant::now();
+        let end = (self.position + BLOCK).min(rest.deferred.end);
+        let mut copied = 0;
+        for position in self.position..end {
+            if rest
+                .missing
+                .get(self.missing)
+                .is_some_and(|&missing| missing as usize == position)
+            {
+                self.missing += 1;
+                continue;
+            }
+            let id = lane.ids[position];
+            if lane.is_pad(id) {
+                lane.sink.zero(position);
+                continue;
+            }
+            if let Some(cuts) = lane.cuts {
+                map::copy_row(cuts.find(id).address, lane.sink, position);
+                copied += 1;
+            }
+        }
+        was_slow(lane, begun.elapsed(), end - self.position);
+        lane.reader.stats().rows_resident.add(copied);
+        self.position = end;
+        if end >= rest.deferred.end {
+            self.rest += 1;
+            self.missing = 0;
+            self.position = self
+                .rests
+                .get(self.rest)
+                .map_or(0, |rest| rest.deferred.start);
+        }
+        self.rest < self.rests.len()
+    }
+}

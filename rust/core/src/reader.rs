@@ -1,0 +1,458 @@
+//! A table opened for reading: its files, how they are read, and what that falls back to.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::checkpoint::{Checkpoint, CheckpointFile};
+use crate::cuts::Cuts;
+use crate::discover::{self, TableRef};
+use crate::error::{Error, Result};
+use crate::file::{Mapping, NoMap, OpenFile};
+use crate::stats::Stats;
+use crate::table::Table;
+use crate::threads;
+
+/// How rows are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Io {
+    /// Copy what is believed resident from a mapping, read the rest with many reads in flight.
+    Auto,
+    /// Advise the kernel of every page range first, then copy everything from a mapping.
+    Mmap,
+    /// Positional reads by a pool of threads; no mapping.
+    Pread,
+    /// Buffered reads through `io_uring`; no mapping.
+    Uring,
+    /// Reads that bypass the page cache.
+    Direct,
+}
+
+impl Io {
+    /// Every mode, in the order messages list them.
+    pub const ALL: [Self; 5] = [
+        Self::Auto,
+        Self::Mmap,
+        Self::Pread,
+        Self::Uring,
+        Self::Direct,
+    ];
+
+    /// Name in the Python API.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Mmap => "mmap",
+            Self::Pread => "pread",
+            Self::Uring => "uring",
+            Self::Direct => "direct",
+        }
+    }
+
+    /// The mode of that name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|io| io.name() == name)
+            .ok_or_else(|| {
+                Error::value(format!(
+                    "io={name:?} is not one of \"auto\", \"mmap\", \"pread\", \"uring\", \"direct\""
+                ))
+            })
+    }
+}
+
+/// Advice for the mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Advice {
+    /// Random: see `DESIGN.md`, "Advice on the mapping".
+    Auto,
+    /// `MADV_RANDOM`: a fault reads one page.
+    Random,
+    /// `MADV_NORMAL`: a fault may read its neighbourhood.
+    Normal,
+}
+
+impl Advice {
+    /// The advice of that name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "random" => Ok(Self::Random),
+            "normal" => Ok(Self::Normal),
+            _ => Err(Error::value(format!(
+                "advice={name:?} is not one of \"auto\", \"random\", \"normal\""
+            ))),
+        }
+    }
+}
+
+/// What to open a table with.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// How to read.
+    pub io: Io,
+    /// Threads for large copies; `None` for as many as the process may use.
+    pub threads: Option<usize>,
+    /// Advice for the mapping.
+    pub advice: Advice,
+    /// Cap on the mapping's resident bytes.
+    pub max_mapped_bytes: Option<u64>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            io: Io::Auto,
+            threads: None,
+            advice: Advice::Auto,
+            max_mapped_bytes: None,
+        }
+    }
+}
+
+/// Which engine performs reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// `io_uring`.
+    Uring,
+    /// Threads with positional reads.
+    Pool,
+}
+
+/// What actually runs.
+#[derive(Debug, Clone)]
+pub struct Mode {
+    /// What was asked for.
+    pub asked: Io,
+    /// Whether rows may be copied from a mapping.
+    pub mapped: bool,
+    /// Who performs reads.
+    pub engine: Engine,
+    /// Alignment of direct reads; `None` for reads through the page cache.
+    pub direct: Option<u64>,
+    /// Every fallback taken, with the kernel's reason.
+    pub fallbacks: Vec<String>,
+}
+
+impl Mode {
+    /// A few words naming what runs, e.g. `mmap+uring`.
+    pub fn name(&self) -> String {
+        let engine = match (self.engine, self.direct) {
+            (Engine::Uring, None) => "uring",
+            (Engine::Pool, None) => "pread",
+            (Engine::Uring, Some(_)) => "uring-direct",
+            (Engine::Pool, Some(_)) => "pread-direct",
+        };
+        match (self.asked, self.mapped) {
+            (Io::Mmap, _) => "mmap+advice".to_owned(),
+            (_, true) => format!("mmap+{engine}"),
+            (_, false) => engine.to_owned(),
+        }
+    }
+}
+
+/// Batches for which every belief is checked with the kernel after one was found wrong.
+const VERIFY_BATCHES: u32 = 64;
+
+/// A table opened for reading. All methods may be called from any thread.
+#[derive(Debug)]
+pub struct Reader {
+    table: Table,
+    files: Vec<Arc<OpenFile>>,
+    /// Per plane, the short way to mapped rows; empty unless rows may be copied from the mapping.
+    cuts: Vec<Cuts>,
+    mode: Mode,
+    threads: usize,
+    advice: Advice,
+    max_mapped_bytes: Option<u64>,
+    stats: Stats,
+    /// Batches left in which beliefs are verified before they are acted on.
+    verify: AtomicU32,
+    late_fallbacks: Mutex<Vec<String>>,
+}
+
+/// A table and the files it has rows in, before they are opened for reading.
+#[derive(Debug, Clone)]
+pub struct Located {
+    /// The table; its pieces index `files`.
+    pub table: Table,
+    /// The files, as they were when their headers were read.
+    pub files: Vec<CheckpointFile>,
+}
+
+impl Located {
+    /// Finds `table` in the checkpoint at `path`.
+    pub fn find(path: &Path, table: TableRef<'_>) -> Result<Self> {
+        let checkpoint = Checkpoint::open(path)?;
+        let table = discover::select(&checkpoint, table)?;
+        Ok(Self::new(&checkpoint, table))
+    }
+
+    /// A table of an opened checkpoint.
+    pub fn new(checkpoint: &Checkpoint, mut table: Table) -> Self {
+        let used = table.files();
+        let files = used
+            .iter()
+            .map(|&file| checkpoint.files[file].clone())
+            .collect();
+        table.renumber_files(&used);
+        Self { table, files }
+    }
+
+    /// Paths of the files, symlinks resolved.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.files
+            .iter()
+            .map(|file| file.resolved.clone())
+            .collect()
+    }
+}
+
+impl Reader {
+    /// Opens the files of a located table.
+    pub fn open(located: Located, options: Options) -> Result<Self> {
+        let Located { table, files } = located;
+        let name = table.name.clone();
+        Self::open_files(table, &files, options).map_err(|error| error.in_table(&name))
+    }
+
+    fn open_files(table: Table, files: &[CheckpointFile], options: Options) -> Result<Self> {
+        let mapping = match options.io {
+            Io::Auto => Mapping::IfSafe,
+            Io::Mmap => Mapping::Required,
+            Io::Pread | Io::Uring | Io::Direct => Mapping::Never,
+        };
+        let files = files
+            .iter()
+            .map(|file| OpenFile::open(file, mapping))
+            .collect::<Result<Vec<_>>>()?;
+        let mode = resolve(options.io, &files)?;
+        if options.advice != Advice::Normal {
+            for map in files.iter().filter_map(|file| file.map().ok()) {
+                // Advice is a hint: without it a wrong belief costs a larger read.
+                drop(map.advise_random());
+            }
+        }
+        let cuts = if mode.mapped {
+            table
+                .planes
+                .iter()
+                .map(|plane| Cuts::new(plane, &files))
+                .collect::<Option<_>>()
+        } else {
+            None
+        };
+        Ok(Self {
+            cuts: cuts.unwrap_or_default(),
+            table,
+            files,
+            mode,
+            threads: options.threads.unwrap_or_else(threads::available).max(1),
+            advice: options.advice,
+            max_mapped_bytes: options.max_mapped_bytes,
+            stats: Stats::default(),
+            verify: AtomicU32::new(0),
+            late_fallbacks: Mutex::default(),
+        })
+    }
+
+    /// The table.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Its files; the table's pieces index them.
+    pub fn files(&self) -> &[Arc<OpenFile>] {
+        &self.files
+    }
+
+    /// The short way to the mapped rows of a plane, where there is one.
+    pub(crate) fn cuts(&self, plane: usize) -> Option<&Cuts> {
+        self.cuts.get(plane)
+    }
+
+    /// What runs.
+    pub fn mode(&self) -> &Mode {
+        &self.mode
+    }
+
+    /// Threads for large copies.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Advice for the mapping.
+    pub fn advice(&self) -> Advice {
+        self.advice
+    }
+
+    /// Cap on the mapping's resident bytes.
+    pub fn max_mapped_bytes(&self) -> Option<u64> {
+        self.max_mapped_bytes
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Fallbacks taken at open and since.
+    pub fn fallbacks(&self) -> Vec<String> {
+        let late = self
+            .late_fallbacks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.mode
+            .fallbacks
+            .iter()
+            .chain(late.iter())
+            .cloned()
+            .collect()
+    }
+
+    pub(crate) fn note_fallback(&self, text: String) {
+        let mut late = self
+            .late_fallbacks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if !late.contains(&text) {
+            late.push(text);
+        }
+    }
+
+    /// Whether beliefs are to be checked with the kernel in this batch.
+    pub(crate) fn verifies(&self) -> bool {
+        self.verify.load(Ordering::Relaxed) > 0
+    }
+
+    /// A belief was wrong: check them all for a while.
+    pub(crate) fn distrust(&self) {
+        self.verify.store(VERIFY_BATCHES, Ordering::Relaxed);
+    }
+
+    /// A whole batch of beliefs was right.
+    pub(crate) fn trust_more(&self) {
+        let left = self.verify.load(Ordering::Relaxed);
+        // Losing a decrement to another thread only keeps the checks on for longer.
+        self.verify.store(left.saturating_sub(1), Ordering::Relaxed);
+    }
+}
+
+fn reason(errno: i32) -> String {
+    std::io::Error::from_raw_os_error(errno).to_string()
+}
+
+/// What of the asked way can be had.
+fn resolve(asked: Io, files: &[Arc<OpenFile>]) -> Result<Mode> {
+    let mut mode = Mode {
+        asked,
+        mapped: false,
+        engine: Engine::Pool,
+        direct: None,
+        fallbacks: Vec::new(),
+    };
+    if matches!(asked, Io::Auto | Io::Mmap) {
+        mode.mapped = resolve_mapping(asked, files, &mut mode.fallbacks)?;
+    }
+    if matches!(asked, Io::Auto | Io::Uring | Io::Direct) {
+        mode.engine = resolve_engine(asked, &mut mode.fallbacks)?;
+    }
+    if asked == Io::Direct {
+        mode.direct = resolve_direct(files, &mut mode.fallbacks);
+    }
+    Ok(mode)
+}
+
+fn resolve_mapping(
+    asked: Io,
+    files: &[Arc<OpenFile>],
+    fallbacks: &mut Vec<String>,
+) -> Result<bool> {
+    for file in files {
+        let Err(refusal) = file.map() else { continue };
+        let filesystem = file.filesystem().name;
+        match refusal {
+            NoMap::Refused(errno) if asked == Io::Mmap => {
+                return Err(Error::os(
+                    format!("io=\"mmap\" cannot map the file on {filesystem} (use io=\"auto\" or io=\"pread\")"),
+                    errno,
+                    file.path(),
+                ));
+            }
+            NoMap::Refused(errno) => {
+                let hint = if errno == libc::ENOMEM { " (RLIMIT_AS or vm.max_map_count)" } else { "" };
+                fallbacks.push(format!(
+                    "mmap refused on {filesystem}: {}{hint}; rows are read instead ({})",
+                    reason(errno),
+                    file.path().display()
+                ));
+            }
+            NoMap::Remote => fallbacks.push(format!(
+                "not mapped: {filesystem} is a network or user-space filesystem, where a page fault may hang or fail; rows are read instead"
+            )),
+            NoMap::NotWanted => {}
+        }
+        return Ok(false);
+    }
+    Ok(true)
+}
+
+#[cfg(target_os = "linux")]
+fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
+    match crate::fetch::uring::probe() {
+        Ok(()) => Ok(Engine::Uring),
+        Err(error) => {
+            let errno = error.raw_os_error().unwrap_or(libc::ENOSYS);
+            let hint = match errno {
+                libc::EPERM => {
+                    ": a seccomp profile or kernel.io_uring_disabled forbids it; allow io_uring_setup, io_uring_enter and io_uring_register"
+                }
+                libc::ENOSYS => ": this kernel has no io_uring, or one older than 5.11",
+                libc::ENOMEM => ": raise the locked-memory limit (`ulimit -l`)",
+                _ => "",
+            };
+            if asked == Io::Uring {
+                return Err(Error::Io {
+                    doing: format!("io=\"uring\" cannot make a ring{hint}"),
+                    errno,
+                    place: Box::default(),
+                });
+            }
+            fallbacks.push(format!(
+                "io_uring refused ({}{hint}); threads read instead",
+                reason(errno)
+            ));
+            Ok(Engine::Pool)
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
+    if asked == Io::Uring {
+        return Err(Error::value("io=\"uring\" needs Linux"));
+    }
+    fallbacks.push("io_uring needs Linux; threads read instead".to_owned());
+    Ok(Engine::Pool)
+}
+
+/// The largest alignment any file asks for; all files are read alike, so one refusal is for all.
+fn resolve_direct(files: &[Arc<OpenFile>], fallbacks: &mut Vec<String>) -> Option<u64> {
+    let mut alignment = 512;
+    for file in files {
+        match file.direct() {
+            Ok(direct) => alignment = alignment.max(direct.alignment()),
+            Err(errno) => {
+                fallbacks.push(format!(
+                    "direct I/O refused on {} ({}); reads go through the page cache ({})",
+                    file.filesystem().name,
+                    reason(errno),
+                    file.path().display()
+                ));
+                return None;
+            }
+        }
+    }
+    Some(alignment)
+}

@@ -1,0 +1,165 @@
+//! Making a table resident, and saying how much of it is.
+
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+
+use crate::buffer::HostBuffer;
+use crate::cgroup;
+use crate::error::{Error, Result};
+use crate::file::OpenFile;
+use crate::gather::Control;
+use crate::reader::{Advice, Reader};
+
+/// Bytes read in one call while prewarming: large enough for the device's best rate, small enough
+/// to report progress and to stop soon.
+const STEP: u64 = 4 << 20;
+
+/// Pages asked about in one call: 1 GiB, answered in some milliseconds.
+const PROBE: u64 = 1 << 18;
+
+/// How much of a table is in memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Pages that hold rows of the table.
+    pub pages: u64,
+    /// Those that are in memory by the kernel's answer; `None` where it does not tell.
+    pub resident: Option<u64>,
+    /// Those believed to be.
+    pub believed: u64,
+    /// Bytes of a page.
+    pub page_bytes: u64,
+}
+
+/// Byte ranges that hold rows of the reader's table: file and bytes, in row order of each plane.
+fn ranges(reader: &Reader) -> Vec<(usize, Range<u64>)> {
+    let mut ranges: Vec<(usize, Range<u64>)> = Vec::new();
+    for plane in &reader.table().planes {
+        for piece in plane.pieces() {
+            let bytes = piece.offset..piece.offset + piece.rows * plane.row_bytes() as u64;
+            match ranges.last_mut() {
+                Some((file, last)) if *file == piece.file && last.end == bytes.start => {
+                    last.end = bytes.end;
+                }
+                _ => ranges.push((piece.file, bytes)),
+            }
+        }
+    }
+    ranges
+}
+
+/// Asks the kernel how much of the table is in memory, and corrects what is believed of it.
+pub fn residency(reader: &Reader, control: &Control<'_>) -> Result<Resident> {
+    let mut total = Resident {
+        resident: Some(0),
+        page_bytes: rustix::param::page_size() as u64,
+        ..Resident::default()
+    };
+    let mut states = Vec::new();
+    for (file, bytes) in ranges(reader) {
+        let file = &reader.files()[file];
+        let residency = file.residency();
+        let pages = residency.pages_of(bytes.start, bytes.end - bytes.start);
+        total.pages += pages.end - pages.start;
+        let map = file.map().ok().filter(|_| file.may_query());
+        let mut start = pages.start;
+        while start < pages.end {
+            (control.interrupt)()?;
+            let step = start..(start + PROBE).min(pages.end);
+            match map.map(|map| map.resident(step.clone(), &mut states)) {
+                Some(Ok(())) => learn(file, step.start, &states, &mut total),
+                _ => total.resident = None,
+            }
+            start = step.end;
+        }
+        total.believed += residency.count(pages);
+    }
+    Ok(total)
+}
+
+fn learn(file: &OpenFile, first: u64, states: &[u8], total: &mut Resident) {
+    let mut page = first;
+    for run in states.chunk_by(|one, next| one & 1 == next & 1) {
+        let end = page + run.len() as u64;
+        if run[0] & 1 == 1 {
+            file.residency().set(page..end);
+            total.resident = total.resident.map(|resident| resident + (end - page));
+        } else {
+            file.residency().clear(page..end);
+        }
+        page = end;
+    }
+}
+
+/// Reads up to `max_bytes` of the table sequentially into the page cache, fills the mapping's page
+/// tables and notes the pages as resident. Without a maximum it stops where the machine's or the
+/// control group's memory would have to give something else up.
+///
+/// `progress` is called with bytes done and bytes to do; an error from it stops the work and keeps
+/// what was done. Returns the bytes made resident.
+pub fn prewarm(
+    reader: &Reader,
+    max_bytes: Option<u64>,
+    progress: &mut dyn FnMut(u64, u64) -> Result<()>,
+) -> Result<u64> {
+    let table = reader.table().total_bytes();
+    let goal = table.min(max_bytes.unwrap_or_else(cgroup::available_memory));
+    let mut done = 0;
+    let mut slot = HostBuffer::new(usize::try_from(STEP).unwrap_or(usize::MAX), false)?;
+    progress(0, goal)?;
+    for (file, bytes) in ranges(reader) {
+        if done >= goal {
+            break;
+        }
+        let file = &reader.files()[file];
+        // Random advice would keep the kernel from reading ahead and from using large pages.
+        if let Ok(map) = file.map() {
+            let _ = map.advise_normal();
+        }
+        let outcome = prewarm_range(file, bytes, goal, &mut done, &mut slot, progress);
+        if let (Ok(map), true) = (file.map(), reader.advice() != Advice::Normal) {
+            let _ = map.advise_random();
+        }
+        outcome.map_err(|error| error.in_table(&reader.table().name))?;
+    }
+    Ok(done)
+}
+
+fn prewarm_range(
+    file: &OpenFile,
+    bytes: Range<u64>,
+    goal: u64,
+    done: &mut u64,
+    slot: &mut HostBuffer,
+    progress: &mut dyn FnMut(u64, u64) -> Result<()>,
+) -> Result<()> {
+    let sequential = file.reopen()?;
+    let mut offset = bytes.start;
+    let end = bytes.end.min(bytes.start + (goal - *done));
+    while offset < end {
+        let want = STEP.min(end - offset);
+        let length = usize::try_from(want).unwrap_or(usize::MAX);
+        let read = sequential
+            .read_at(&mut slot.as_mut_slice()[..length], offset)
+            .map_err(|error| Error::io("cannot prewarm", &error, file.path()).at_offset(offset))?;
+        if read == 0 {
+            let doing = "cannot prewarm: the file ended early";
+            return Err(Error::os(doing, libc::EIO, file.path()).at_offset(offset));
+        }
+        let next = offset + read as u64;
+        if let Ok(map) = file.map() {
+            let residency = file.residency();
+            let pages = residency.pages_of(offset, next - offset);
+            let page = rustix::param::page_size() as u64;
+            let span = pages.start * page..(pages.end * page).min(map.len() as u64);
+            if let (Ok(start), Ok(end)) = (usize::try_from(span.start), usize::try_from(span.end)) {
+                // Kernels before 5.14 cannot; rows are then mapped as they are first touched.
+                let _ = map.populate(start..end);
+            }
+            residency.set(pages);
+        }
+        *done += next - offset;
+        offset = next;
+        progress(*done, goal)?;
+    }
+    Ok(())
+}

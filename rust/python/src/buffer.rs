@@ -1,0 +1,192 @@
+//! Memory across the border: `HostBuffer` out, ids and output arrays in.
+//!
+//! An array that Python passes as `out` stays exported (its buffer held) while rows move, so it can
+//! neither be freed nor resized. Two calls that write to the same memory at the same time are the
+//! caller's error: they may mix rows, and can do no other harm.
+#![expect(
+    unsafe_code,
+    reason = "exporting and importing raw memory through the buffer protocol"
+)]
+
+use std::ffi::{c_int, c_void};
+
+use engram_core::buffer::{HostBuffer as CoreBuffer, PlaneSink};
+use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::errors::OrRaise as _;
+
+/// Page-aligned host memory at a fixed address.
+#[pyclass(subclass, frozen, weakref, module = "engram._engram")]
+pub(crate) struct HostBuffer {
+    memory: CoreBuffer,
+    nbytes: usize,
+}
+
+#[pymethods]
+impl HostBuffer {
+    #[new]
+    #[pyo3(signature = (nbytes, huge_pages = false))]
+    fn new(py: Python<'_>, nbytes: usize, huge_pages: bool) -> PyResult<Self> {
+        let memory = py
+            .detach(|| CoreBuffer::new(nbytes, huge_pages))
+            .or_raise(py)?;
+        Ok(Self { memory, nbytes })
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+
+    #[getter]
+    fn address(&self) -> usize {
+        self.memory.address() as usize
+    }
+
+    #[getter]
+    fn huge_pages(&self) -> bool {
+        self.memory.huge_pages()
+    }
+
+    fn __len__(&self) -> usize {
+        self.nbytes
+    }
+
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
+        let buffer = slf.get();
+        let length = ffi::Py_ssize_t::try_from(buffer.nbytes)?;
+        let address = buffer.memory.address().cast::<c_void>();
+        // SAFETY: `view` is the interpreter's to fill; the memory is `length` bytes at a fixed
+        // address, and the view takes a reference on `slf`, which owns it.
+        let result =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, length, 0, flags) };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
+    }
+
+    // Nothing to release: a view holds its reference on the buffer, and the interpreter drops it.
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {}
+}
+
+/// Appends the ids that `ids` exports to `into`. It must be C-contiguous and hold int64.
+pub(crate) fn read_ids(
+    _attached: Python<'_>,
+    ids: &PyBuffer<i64>,
+    into: &mut Vec<i64>,
+) -> PyResult<()> {
+    if ids.item_count() == 0 {
+        return Ok(());
+    }
+    let Some(memory) = ids.as_slice_ptr() else {
+        return Err(PyValueError::new_err("ids must be C-contiguous"));
+    };
+    into.reserve(memory.len());
+    // SAFETY: the export keeps `memory.len()` ids readable at this address while `ids` is borrowed,
+    // and `reserve` made room for them. The ids are copied once, before any check, and only the
+    // copy is used, so a thread that changes them meanwhile can spoil values, not bounds. The
+    // address may be unaligned when numpy says so, hence the byte-wise copy.
+    unsafe {
+        let from = memory.as_ptr().cast::<u8>();
+        let to = into.as_mut_ptr().add(into.len()).cast::<u8>();
+        std::ptr::copy_nonoverlapping(from, to, memory.len() * size_of::<i64>());
+        into.set_len(into.len() + memory.len());
+    }
+    Ok(())
+}
+
+/// int64 memory that a Python object exports for ids to be written to.
+pub(crate) struct IdOutput(PyBuffer<i64>);
+
+impl IdOutput {
+    /// Borrows `object`; it must be writable and C-contiguous.
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::<i64>::get(object)
+            .map_err(|error| PyTypeError::new_err(format!("out must hold int64: {error}")))?;
+        if buffer.readonly() || !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err(
+                "out must be writable and C-contiguous",
+            ));
+        }
+        Ok(Self(buffer))
+    }
+
+    /// The places of the ids, in C order.
+    pub(crate) fn ids(&mut self) -> &mut [i64] {
+        // SAFETY: `new` checked that the memory is writable, contiguous, and made of aligned int64;
+        // the export keeps it alive while `self` is borrowed, and `&mut self` keeps this the only
+        // slice of it here. An empty buffer may have no address, hence the empty slice.
+        self.0
+            .as_slice_ptr()
+            .map_or(&mut [], |mut ids| unsafe { ids.as_mut() })
+    }
+}
+
+/// Memory that a Python object exports for writing.
+pub(crate) struct Output(PyUntypedBuffer);
+
+impl Output {
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(object).map_err(|_| {
+            PyTypeError::new_err(format!(
+                "out of type {} does not give access to its memory; pass a numpy array, a CPU torch tensor or a HostBuffer",
+                object.get_type()
+            ))
+        })?;
+        if buffer.readonly() {
+            return Err(PyValueError::new_err(
+                "out is read-only; pass a writable array",
+            ));
+        }
+        if !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err(
+                "out is not C-contiguous; pass numpy.ascontiguousarray(out), or leave out away",
+            ));
+        }
+        Ok(Self(buffer))
+    }
+
+    /// Refuses a shape other than `[*ids.shape, row]` with `row` elements making `row_bytes` bytes.
+    pub(crate) fn require_shape(&self, ids: &PyBuffer<i64>, row_bytes: usize) -> PyResult<()> {
+        let shape = self.0.shape();
+        let fits = shape.split_last().is_some_and(|(last, leading)| {
+            leading == ids.shape() && last * self.0.item_size() == row_bytes
+        });
+        if fits {
+            return Ok(());
+        }
+        let mut expected: Vec<String> = ids.shape().iter().map(ToString::to_string).collect();
+        expected.push((row_bytes / self.0.item_size().max(1)).to_string());
+        Err(PyValueError::new_err(format!(
+            "out has shape {shape:?} of {}-byte elements; ids of shape {:?} need [{}] ({row_bytes} bytes per row)",
+            self.0.item_size(),
+            ids.shape(),
+            expected.join(", ")
+        )))
+    }
+
+    /// A sink for `rows` rows of `row_bytes` bytes, from byte `offset` on, every `stride` bytes.
+    pub(crate) fn sink(
+        &self,
+        py: Python<'_>,
+        offset: usize,
+        stride: usize,
+        row_bytes: usize,
+        rows: usize,
+    ) -> PyResult<PlaneSink<'_>> {
+        let (address, length) = (self.0.buf_ptr().cast::<u8>(), self.0.len_bytes());
+        // SAFETY: the export keeps `length` writable bytes at `address` alive as long as `self`,
+        // which the sink borrows; Rust holds no reference into them.
+        unsafe { PlaneSink::from_raw(address, length, offset, stride, row_bytes, rows) }
+            .or_raise(py)
+    }
+}
