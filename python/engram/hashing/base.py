@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
+from engram._errors import placed
 from engram.hashing._arrays import ids_out, integers, like
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def wraps(out_of_vocab: str) -> bool:
         ValueError: Neither of the two choices.
     """
     if out_of_vocab not in ("raise", "wrap"):
-        raise ValueError(f'out_of_vocab is {out_of_vocab!r}: choose "raise" or "wrap"')
+        raise placed(ValueError(f'out_of_vocab is {out_of_vocab!r}: choose "raise" or "wrap"'))
     return out_of_vocab == "wrap"
 
 
@@ -184,15 +185,17 @@ class NgramHash:
             return np.arange(batch + 1, dtype=np.int64) * length
         if tokens.ndim != 1:
             with_starts = "" if query_start_loc is None else " with query_start_loc"
-            raise ValueError(
-                f"tokens: shape is {tokens.shape}; pass [T]{with_starts}"
-                + ("" if with_starts else ", or [B, S] for a batch of equally long requests")
+            raise placed(
+                ValueError(
+                    f"tokens: shape is {tokens.shape}; pass [T]{with_starts}"
+                    + ("" if with_starts else ", or [B, S] for a batch of equally long requests")
+                )
             )
         if query_start_loc is None:
             return None
         starts = integers(query_start_loc, "query_start_loc")
         if starts.ndim != 1:
-            raise ValueError(f"query_start_loc: shape is {starts.shape}; pass [R + 1]")
+            raise placed(ValueError(f"query_start_loc: shape is {starts.shape}; pass [R + 1]"))
         return starts
 
     def _context(self, context: Any, starts: NDArray[Any] | None) -> Integers:
@@ -200,9 +203,11 @@ class NgramHash:
         if history.ndim == 1 and (starts is None or starts.size == 2):
             history = history[np.newaxis]
         if history.ndim != 2:
-            raise ValueError(
-                f"context: shape is {history.shape}; pass [R, context_len], here [R, "
-                f"{self.context_len}]"
+            raise placed(
+                ValueError(
+                    f"context: shape is {history.shape}; pass [R, context_len], here [R, "
+                    f"{self.context_len}]"
+                )
             )
         return history
 
