@@ -15,30 +15,52 @@ from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 
-if TYPE_CHECKING:
-    from engram.hashing import TokenHistory, hasher
-
 __all__ = [
     "CheckpointError",
+    "Dequantizer",
+    "EngramConfig",
     "FileGather",
+    "Groups",
     "HostBuffer",
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "ReadOncePerNode",
     "Residency",
     "Rows",
+    "Shard",
+    "ShardedLookup",
     "TableInfo",
     "TableSet",
     "TokenHistory",
     "__version__",
+    "dequantize",
     "drop_cache",
     "hasher",
+    "model_has_engram_layers",
+    "new_groups",
     "tables",
 ]
 
+if TYPE_CHECKING:
+    from engram.config import EngramConfig, model_has_engram_layers
+    from engram.exchange import ReadOncePerNode, ShardedLookup
+    from engram.hashing import TokenHistory, hasher
+    from engram.parallel import Groups, Shard, new_groups
+    from engram.quant import Dequantizer, dequantize
+
 _LAZY: dict[str, str] = {
+    "Dequantizer": "engram.quant",
+    "EngramConfig": "engram.config",
+    "Groups": "engram.parallel",
+    "ReadOncePerNode": "engram.exchange",
+    "Shard": "engram.parallel",
+    "ShardedLookup": "engram.exchange",
     "TokenHistory": "engram.hashing",
+    "dequantize": "engram.quant",
     "hasher": "engram.hashing",
+    "model_has_engram_layers": "engram.config",
+    "new_groups": "engram.parallel",
 }
 """Public names by the module they are loaded from on first use."""
 
