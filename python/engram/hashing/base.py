@@ -171,13 +171,19 @@ class NgramHash:
                 or ends past the tokens; a token or context entry is outside the vocabulary while
                 `out_of_vocab` is `"raise"` (`position` is the token's place in the flat tokens).
         """
-        flat = integers(tokens, "tokens")
+        flat, starts, history = self._step(tokens, query_start_loc, context)
         shape = (*flat.shape, self.heads)
-        starts = self._starts(flat, query_start_loc)
-        history = None if context is None else self._context(context, starts)
         ids = np.empty(shape, np.int64) if out is None else ids_out(out, shape)
         self._native.ids(flat, starts, history, ids)
         return like(tokens, ids) if out is None else out
+
+    def _step(
+        self, tokens: Any, query_start_loc: Any, context: Any
+    ) -> tuple[Integers, Integers | None, Integers | None]:
+        """Tokens, starts and context as the native half takes them."""
+        flat = integers(tokens, "tokens")
+        starts = self._starts(flat, query_start_loc)
+        return flat, starts, None if context is None else self._context(context, starts)
 
     def _starts(self, tokens: NDArray[Any], query_start_loc: Any) -> Integers | None:
         if tokens.ndim == 2 and query_start_loc is None:

@@ -24,6 +24,11 @@ pub(crate) struct NgramHash {
 }
 
 impl NgramHash {
+    /// The hash itself.
+    pub(crate) fn core(&self) -> &dyn Hash {
+        &*self.hash
+    }
+
     fn new(py: Python<'_>, hash: engram_core::Result<impl Hash + 'static>) -> PyResult<Self> {
         let hash = Arc::new(hash.or_raise(py)?);
         Ok(Self { hash })
@@ -325,7 +330,7 @@ impl Inputs {
 }
 
 /// Threads this process may use, asked for only when a step is long enough for more than one.
-fn threads_for(ids: usize) -> usize {
+pub(crate) fn threads_for(ids: usize) -> usize {
     if ids < SMALL_STEP {
         return 1;
     }

@@ -22,7 +22,7 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gather::{Reader, drop_cache, gather_many};
+    use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]
