@@ -6,12 +6,12 @@
 
 use std::cell::RefCell;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use engram_core::Error;
 use engram_core::discover::TableRef;
-use engram_core::gather::{Control, Request, gather};
+use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
 use engram_core::warm;
 use pyo3::buffer::PyBuffer;
@@ -44,7 +44,7 @@ impl TableArgument {
 /// A table opened for reading.
 #[pyclass(frozen, weakref, module = "engram._engram")]
 pub(crate) struct Reader {
-    reader: RwLock<Option<CoreReader>>,
+    reader: RwLock<Option<Arc<CoreReader>>>,
     /// Bytes of a row, per plane; kept outside the lock for use with the interpreter held.
     plane_bytes: Vec<usize>,
 }
@@ -59,7 +59,7 @@ thread_local! {
 }
 
 impl Reader {
-    fn lock(&self) -> RwLockReadGuard<'_, Option<CoreReader>> {
+    fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
         self.reader.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -73,7 +73,7 @@ impl Reader {
     pub(crate) fn with<T: Send>(
         &self,
         py: Python<'_>,
-        body: impl Send + FnOnce(&CoreReader) -> engram_core::Result<T>,
+        body: impl Send + FnOnce(&Arc<CoreReader>) -> engram_core::Result<T>,
     ) -> PyResult<T> {
         py.detach(|| self.lock().as_ref().map(body))
             .ok_or_else(closed)?
@@ -114,7 +114,7 @@ impl Reader {
             .map(engram_core::table::Plane::row_bytes)
             .collect();
         Ok(Self {
-            reader: RwLock::new(Some(reader)),
+            reader: RwLock::new(Some(Arc::new(reader))),
             plane_bytes,
         })
     }
@@ -183,6 +183,13 @@ impl Reader {
         collected.into_dict(py)
     }
 
+    /// Starts reading rows that will be wanted soon; returns at once.
+    fn prefetch(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut flat = Vec::new();
+        read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
+        self.with(py, |reader| gather::prefetch(reader, flat))
+    }
+
     /// Reads the table into memory; returns the bytes made resident.
     fn prewarm(
         &self,
@@ -225,12 +232,14 @@ impl Reader {
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
-            drop(
-                self.reader
-                    .write()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .take(),
-            );
+            let taken = self
+                .reader
+                .write()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            if let Some(reader) = taken {
+                reader.close();
+            }
         });
     }
 
