@@ -57,6 +57,15 @@ def gather_many(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]], int | None]],
     timeout: float | None = None,
 ) -> None: ...
+def gather_tokens(
+    hash: NgramHash,
+    reader: Reader,
+    tokens: _Integers,
+    query_start_loc: _Integers | None,
+    context: _Integers | None,
+    planes: Sequence[tuple[Any, int, int]],
+    pad_id: int | None,
+) -> None: ...
 def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...
 
 @final

@@ -21,6 +21,7 @@ use pyo3::types::PyDict;
 
 use crate::buffer::{Output, read_ids};
 use crate::errors::{OrRaise as _, to_py};
+use crate::hash::{Inputs, NgramHash, threads_for};
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -323,6 +324,62 @@ pub(crate) fn gather_many(
             .collect::<Option<Vec<_>>>()?;
         Some(interrupts.run(|control| gather(&requests, control)))
     });
+    interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+    Ok(())
+}
+
+/// Hashes a step's tokens and gathers the rows of their ids, which never leave this side.
+///
+/// `planes` is per plane of the table the memory with offset and stride, a place per id.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a step, and where its rows go")]
+pub(crate) fn gather_tokens(
+    py: Python<'_>,
+    hash: &NgramHash,
+    reader: &Reader,
+    tokens: &Bound<'_, PyAny>,
+    query_start_loc: Option<&Bound<'_, PyAny>>,
+    context: Option<&Bound<'_, PyAny>>,
+    planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
+    pad_id: Option<i64>,
+) -> PyResult<()> {
+    if planes.len() != reader.plane_bytes.len() {
+        return Err(PyValueError::new_err(format!(
+            "{} outputs for a table of {} planes",
+            planes.len(),
+            reader.plane_bytes.len()
+        )));
+    }
+    let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
+    let step = inputs.step(hash.core().context_len()).or_raise(py)?;
+    let count = step.tokens().len() * hash.core().heads().count();
+    let outputs = planes
+        .iter()
+        .map(|(out, _, _)| Output::new(out))
+        .collect::<PyResult<Vec<_>>>()?;
+    let mut sinks = engram_core::gather::Sinks::new();
+    for (((_, offset, stride), out), bytes) in planes.iter().zip(&outputs).zip(&reader.plane_bytes)
+    {
+        sinks.push(out.sink(py, *offset, *stride, *bytes, count)?);
+    }
+    let interrupts = Interrupts::new(None)?;
+    let mut ids = IDS.take();
+    ids.clear();
+    ids.resize(count, 0);
+    let outcome = py.detach(|| {
+        if let Err(error) = hash.core().ids(&step, &mut ids, threads_for(count)) {
+            return Some(Err(error));
+        }
+        let guard = reader.lock();
+        let request = Request {
+            reader: guard.as_ref()?,
+            ids: &ids,
+            sinks,
+            pad_id,
+        };
+        Some(interrupts.run(|control| gather(&[request], control)))
+    });
+    IDS.replace(ids);
     interrupts.raise(py, outcome.ok_or_else(closed)?)?;
     Ok(())
 }
