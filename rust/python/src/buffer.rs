@@ -75,6 +75,7 @@ impl HostBuffer {
     }
 
     // Nothing to release: a view holds its reference on the buffer, and the interpreter drops it.
+    #[expect(clippy::unused_self, reason = "the signature of the protocol")]
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {}
 }
 

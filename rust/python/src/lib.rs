@@ -1,4 +1,8 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "arguments are converted from Python objects, and the converted value is ours to take"
+)]
 
 #[cfg(feature = "bench")]
 mod bench;

@@ -115,7 +115,10 @@ impl Ring {
             64
         };
         let stride = bytes.next_multiple_of(alignment).max(alignment);
-        if stride > self.slot_bytes || self.slot_bytes % alignment != 0 || self.slots.is_empty() {
+        if stride > self.slot_bytes
+            || !self.slot_bytes.is_multiple_of(alignment)
+            || self.slots.is_empty()
+        {
             let depth = (SLOT_MEMORY / stride).clamp(1, DEPTH as usize);
             let memory = HostBuffer::new(depth * stride, false)?;
             let old = std::mem::replace(&mut self.memory, ManuallyDrop::new(memory));
