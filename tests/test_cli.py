@@ -153,15 +153,14 @@ def test_inspect_json_is_complete(two_tables):
         assert 0 <= shown["resident"] <= 1
 
 
-def test_inspect_plain_adds_other_tensors(tmp_path):
-    info = synth.write(tmp_path / "c", "qwen", rows=5000)
-    shown = json.loads(run("inspect", info.directory, "--json").stdout)["tables"]
-    more = json.loads(run("inspect", info.directory, "--json", "--plain").stdout)["tables"]
-    assert [table["name"] for table in shown] == [info.tables[0].name]
-    assert shown[0]["pieces"] == 7
-    assert {"family", "rows"} <= set(more[-1])
-    assert len(more) > 1
-    assert {table["family"] for table in more} == {"qwen", "plain"}
+def test_inspect_plain_adds_other_tensors(two_tables):
+    directory = two_tables.directory
+    shown = json.loads(run("inspect", directory, "--json").stdout)["tables"]
+    more = json.loads(run("inspect", directory, "--json", "--plain").stdout)["tables"]
+    assert [table["family"] for table in shown] == ["deepseek", "deepseek"]
+    added = {table["name"] for table in more} - {table["name"] for table in shown}
+    assert "layers.1.engram.q_weight" in added
+    assert {table["family"] for table in more if table["name"] in added} == {"plain"}
 
 
 def test_inspect_without_a_table_says_so(tmp_path):
@@ -207,14 +206,15 @@ def test_inspect_of_something_else_is_an_error(tmp_path):
 # demo
 
 
-def test_demo_checks_and_compares_and_cleans_up(tmp_path):
+def test_demo_checks_and_compares_and_cleans_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_SECONDS_PER_SIZE", 0.2)
     result = run("demo", "--dir", tmp_path / "d", "--size", "2MiB")
     assert result.exit_code == 0, result.stderr + result.stdout
-    for words in ("machine", "kernel", "file system", "numpy / engram", "2,048", "32,768"):
+    for words in ("machine", "kernel", "load", "file system", "numpy / engram", "2,048", "32,768"):
         assert words in result.stdout
     checked = [line for line in result.stdout.splitlines() if line.startswith("checked:")]
     assert checked[0].endswith("gathered rows, 0 wrong")
-    assert int(checked[0].split()[1].replace(",", "")) > 100_000
+    assert int(checked[0].split()[1].replace(",", "")) > 90_000
     assert not (tmp_path / "d").exists()
 
 

@@ -38,21 +38,29 @@ def run(*arguments: object, code: str | None = None, **options: object):
     )
 
 
-def started(*arguments: object, stdout: int) -> subprocess.Popen[str]:
-    """A process that heeds Ctrl-C even where this one was started with it ignored."""
+def interrupted(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the command and presses Ctrl-C as soon as it writes a file below `directory`."""
+    # Heeds Ctrl-C even where this process was started with it ignored.
     code = (
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from engram.cli import main\n"
         "main()"
     )
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment(),
-        stdout=stdout,
+        env=environment(TMPDIR=str(directory)),
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+    deadline = time.monotonic() + 60
+    while not list(directory.rglob("*.safetensors")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, None, stderr)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +80,7 @@ def test_success_is_status_0_and_silent_on_stderr(checkpoint):
         (["inspect", "/no/such/path"], 1, "/no/such/path"),
         (["synth", "/proc/nothing/here"], 1, "/proc/nothing"),
         (["demo", "--size", "huge"], 1, "'huge' is not a size"),
-        (["inspect"], 2, "PATH"),
+        (["inspect"], 2, "Missing argument"),
         (["dance"], 2, "dance"),
     ],
 )
@@ -89,7 +97,10 @@ def test_a_directory_that_may_not_be_read_is_named(tmp_path):
     closed.mkdir(mode=0)
     # Root may read everything, so it becomes somebody else once all modules are loaded.
     code = (
-        "import os, engram.cli.app\n"
+        "import contextlib, io, os\n"
+        "from engram.cli.app import app\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):\n"
+        "    app(['inspect', '/nowhere'])\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"
         "from engram.cli import main\n"
         "main()"
@@ -137,18 +148,13 @@ def test_closed_standard_output_is_no_failure(checkpoint):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_ctrl_c_while_writing_leaves_nothing_and_is_status_130(tmp_path):
-    target = tmp_path / "c"
-    process = started("synth", target, "--size", "8GiB", stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not list(target.glob("*.safetensors")) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert stderr == "engram: interrupted\n"
-    assert not target.exists()
+@pytest.mark.parametrize("command", ["synth", "demo"])
+def test_ctrl_c_while_writing_leaves_nothing_and_is_status_130(tmp_path, command):
+    where = [tmp_path / "c"] if command == "synth" else []
+    result = interrupted(tmp_path, command, *where, "--size", "2GiB")
+    assert result.returncode == 130
+    assert result.stderr == "engram: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -15,28 +15,57 @@ from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 
-if TYPE_CHECKING:
-    from engram.views import ViewLoader
-
 __all__ = [
     "CheckpointError",
+    "Dequantizer",
+    "EngramConfig",
     "FileGather",
+    "Groups",
     "HostBuffer",
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "ReadOncePerNode",
     "Residency",
     "Rows",
+    "Shard",
+    "ShardedLookup",
     "TableInfo",
     "TableSet",
+    "TokenHistory",
     "ViewLoader",
     "__version__",
+    "dequantize",
     "drop_cache",
+    "gather_tokens",
+    "hasher",
+    "model_has_engram_layers",
+    "new_groups",
     "tables",
 ]
 
+if TYPE_CHECKING:
+    from engram.config import EngramConfig, model_has_engram_layers
+    from engram.exchange import ReadOncePerNode, ShardedLookup
+    from engram.hashing import TokenHistory, gather_tokens, hasher
+    from engram.parallel import Groups, Shard, new_groups
+    from engram.quant import Dequantizer, dequantize
+    from engram.views import ViewLoader
+
 _LAZY: dict[str, str] = {
+    "Dequantizer": "engram.quant",
+    "EngramConfig": "engram.config",
+    "Groups": "engram.parallel",
+    "ReadOncePerNode": "engram.exchange",
+    "Shard": "engram.parallel",
+    "ShardedLookup": "engram.exchange",
+    "TokenHistory": "engram.hashing",
     "ViewLoader": "engram.views",
+    "dequantize": "engram.quant",
+    "gather_tokens": "engram.hashing",
+    "hasher": "engram.hashing",
+    "model_has_engram_layers": "engram.config",
+    "new_groups": "engram.parallel",
 }
 """Public names by the module they are loaded from on first use."""
 

@@ -25,6 +25,11 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_numpy(value: object) -> bool:
+    """Whether `value` is a numpy array; it keeps its static type, which `isinstance` would blur."""
+    return isinstance(value, np.ndarray)
+
+
 def int64_ids(ids: Any) -> NDArray[np.int64]:
     """Ids as a C-contiguous int64 array of the same shape.
 
@@ -40,8 +45,8 @@ def int64_ids(ids: Any) -> NDArray[np.int64]:
         if ids.device.type != "cpu":
             raise placed(
                 TypeError(
-                    f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage copies "
-                    "tokens from the device once per step and computes ids on the host"
+                    f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage "
+                    "copies tokens from the device once per step and computes ids on the host"
                 )
             )
         ids = ids.detach().numpy()
@@ -89,7 +94,7 @@ def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "o
             )
         expected = {torch_dtype(plane.stored_dtype): plane.row_shape}
         expected[sys.modules["torch"].uint8] = (plane.row_bytes,)
-    elif isinstance(out, np.ndarray):
+    elif is_numpy(out):
         expected = {plane.dtype: plane.row_shape, UINT8: (plane.row_bytes,)}
     else:
         raise placed(
@@ -102,8 +107,8 @@ def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "o
     if row_shape is None:
         raise placed(
             TypeError(
-                f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: uint8). "
-                "engram.dequantize converts gathered rows to values"
+                f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: "
+                "uint8). engram.dequantize converts gathered rows to values"
             )
         )
     if tuple(out.shape) != (*shape, *row_shape):

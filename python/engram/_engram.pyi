@@ -1,9 +1,21 @@
+"""Native half of engram."""
+
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+_Integers = NDArray[np.int64] | NDArray[np.int32]
+
 __version__: str
 
-class CheckpointError(ValueError): ...
+class CheckpointError(ValueError):
+    path: str | None
+    table: str | None
+    row: int | None
+    position: int | None
+    offset: int | None
 
 class HostBuffer:
     def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
@@ -32,6 +44,7 @@ class Reader:
     def gather(
         self, ids: Any, out: Any, pad_id: int | None = None, timeout: float | None = None
     ) -> None: ...
+    def prefetch(self, ids: Any) -> None: ...
     def prewarm(self, max_bytes: int | None, progress: Callable[[int, int], Any] | None) -> int: ...
     def residency(self) -> tuple[int, int | None, int, int]: ...
     def stats(self) -> dict[str, Any]: ...
@@ -43,6 +56,15 @@ def drop_cache(paths: Sequence[str]) -> int: ...
 def gather_many(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]], int | None]],
     timeout: float | None = None,
+) -> None: ...
+def gather_tokens(
+    hash: NgramHash,
+    reader: Reader,
+    tokens: _Integers,
+    query_start_loc: _Integers | None,
+    context: _Integers | None,
+    planes: Sequence[tuple[Any, int, int]],
+    pad_id: int | None,
 ) -> None: ...
 def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...
 def table_of(name: str) -> str | None: ...
@@ -56,3 +78,76 @@ def bind_views(
     advice: str,
     max_mapped_bytes: int | None,
 ) -> Reader: ...
+
+@final
+class NgramHash:
+    @staticmethod
+    def qwen(
+        *,
+        vocab_size: int,
+        ngram_size: int,
+        heads_per_ngram: int,
+        vocab_size_base: int,
+        divisor: int,
+        seed: int,
+        ple_index: int,
+        eos: int,
+        wrap: bool,
+        dead_id: int | None,
+    ) -> NgramHash: ...
+    @staticmethod
+    def deepseek(
+        *,
+        layer_ids: Sequence[int],
+        layer: int,
+        max_ngram: int,
+        heads_per_order: int,
+        vocab_sizes: Sequence[int],
+        pad_token: int,
+        seed: int,
+        token_map: _Integers,
+        image_token: int | None,
+        demo: bool,
+        wrap: bool,
+        dead_id: int | None,
+    ) -> NgramHash: ...
+    @staticmethod
+    def longcat(
+        *,
+        vocab_size: int,
+        valid_tokens: int,
+        base_size: int,
+        ngram: int,
+        splits: int,
+        eos: int,
+        ignored: Sequence[int],
+        vllm: bool,
+        wrap: bool,
+        dead_id: int | None,
+    ) -> NgramHash: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def context_len(self) -> int: ...
+    @property
+    def filler(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def multipliers(self) -> list[list[int]]: ...
+    @property
+    def head_sizes(self) -> list[int]: ...
+    @property
+    def head_offsets(self) -> list[int]: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def padded_rows(self) -> int: ...
+    def ids(
+        self,
+        tokens: _Integers,
+        query_start_loc: _Integers | None,
+        context: _Integers | None,
+        out: NDArray[np.int64],
+        threads: int | None = None,
+    ) -> None: ...

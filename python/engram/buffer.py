@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from engram import _engram
 
@@ -41,7 +41,7 @@ class HostBuffer(_engram.HostBuffer):
 
         if not torch.cuda.is_available():
             raise RuntimeError("cannot pin host memory: torch finds no CUDA device here")
-        runtime: Any = torch.cuda.cudart()
+        runtime = cast("Any", torch.cuda.cudart())
         status = int(runtime.cudaHostRegister(self.address, self.nbytes, 0))
         if status != 0:
             # The failure is sticky in the runtime until read; left there, it would be reported by

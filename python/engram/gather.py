@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,17 +14,22 @@ from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
 from engram._errors import placed
 from engram.buffer import HostBuffer
 from engram.rows import Rows
-from engram.table import Planes, TableInfo, tables
+from engram.table import PlaneInfo, Planes, TableInfo, tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
+
+    from numpy.typing import NDArray
 
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
 Advice = Literal["auto", "random", "normal"]
 
 _PlaneTargets = list[tuple[Any, int, int]]
 """Per plane: writable memory, byte offset of its first row, bytes from one row to the next."""
+
+_Request = tuple[_engram.Reader, "NDArray[np.int64]", _PlaneTargets, int | None]
+"""Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +103,7 @@ class FileGather:
             )
         _require_positive("threads", threads)
         _require_positive("max_mapped_bytes", max_mapped_bytes)
-        if isinstance(table, bool) or not isinstance(table, str | int | None):
-            raise placed(
-                TypeError(f"table must be a name, an int or None, not {type(table).__name__}")
-            )
-        if isinstance(table, int) and table < 0:
-            raise placed(ValueError(f"table={table}: places in layer order count from 0"))
+        _require_table(table)
         path = os.fspath(path)
         self._open(_engram.Reader(path, table, io, threads, advice, max_mapped_bytes), path)
 
@@ -180,14 +181,15 @@ class FileGather:
             # A decode step with its buffers ready: nothing to convert, the native half checks.
             self._native.gather(ids, out, pad_id, timeout)
             return out
-        torch_like = is_torch(ids)
+        request, rows = self._request(ids, out, pad_id)
+        _engram.gather_many([request], timeout)
+        return rows
+
+    def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[_Request, Any]:
+        """What the native half takes for one table, and the rows that it will fill."""
         flat = int64_ids(ids)
-        shape = flat.shape
-        if out is None:
-            out = self._allocate(shape, torch_like=torch_like)
-        targets = self._targets(out, shape, flat.size)
-        _engram.gather_many([(self._native, flat, targets, pad_id)], timeout)
-        return out
+        rows = self._allocate(flat.shape, torch_like=is_torch(ids)) if out is None else out
+        return (self._native, flat, self._targets(rows, flat.shape, flat.size), pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
         made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
@@ -213,6 +215,22 @@ class FileGather:
         view = byte_view(out, _all_planes(planes), shape)
         stride = self.row_bytes
         return [(view, sum(plane.before), stride) for plane in planes]
+
+    def prefetch(self, ids: Any) -> None:
+        """Starts reading rows that will be wanted soon into the page cache; returns at once.
+
+        Rows believed resident are skipped. With `io="direct"` there is no cache to read into and
+        nothing is done. A read that fails is counted in `stats()`; the gather that wants the row
+        reports it.
+
+        Args:
+            ids: Row ids, as for `gather`.
+
+        Raises:
+            IndexError: An id outside `[0, num_rows)`.
+            TypeError: Ids that are no integers or live on a device.
+        """
+        self._native.prefetch(int64_ids(ids))
 
     def prewarm(self, max_bytes: int | None = None, progress: Any = None) -> int:
         """Reads the table into the page cache, sequentially, and maps it.
@@ -242,7 +260,7 @@ class FileGather:
             calls, rows, bytes and reads; `"seconds"` holds latency distributions of the phases
             `plan`, `copy` and `fetch` and of whole calls.
         """
-        return cast("dict[str, Any]", self._native.stats())
+        return self._native.stats()
 
     def close(self) -> None:
         """Closes the files once running calls have ended; later calls raise ValueError."""
@@ -326,19 +344,25 @@ class FileGather:
         size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**30 else f"{self.nbytes} bytes"
         count = len(self.files)
         return (
-            f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} bytes "
-            f"({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
+            f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} "
+            f"bytes ({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
         )
 
 
-def _all_planes(planes: Planes) -> Any:
+def _all_planes(planes: Planes) -> PlaneInfo:
     """The planes of a row side by side, as one plane of bytes."""
     row_bytes = sum(plane.row_bytes for plane in planes)
-    first = planes[0]
-    return type(first)("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
+    return PlaneInfo("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
 
 
-def _require_positive(name: str, value: int | None) -> None:
+def _require_table(table: object) -> None:
+    if isinstance(table, bool) or not isinstance(table, str | int | None):
+        raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
+    if isinstance(table, int) and table < 0:
+        raise placed(ValueError(f"table={table}: places in layer order count from 0"))
+
+
+def _require_positive(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -384,8 +408,8 @@ class TableSet:
             }
             if not self._gathers:
                 raise placed(ValueError(f"{os.fspath(source)} holds no n-gram or per-layer table"))
-        elif hasattr(source, "keys"):
-            self._gathers = dict(cast("Mapping[str, FileGather]", source))
+        elif isinstance(source, Mapping):
+            self._gathers = dict(source)
         else:
             self._gathers = {gather.info.name: gather for gather in source}
 
@@ -412,21 +436,17 @@ class TableSet:
             KeyError: A name that is no table of this set; the names are listed.
             Exception: As `FileGather.gather` does.
         """
-        requests: list[tuple[Any, Any, _PlaneTargets, int | None]] = []
+        requests: list[_Request] = []
         rows: dict[str, Any] = {}
         given = out or {}
         for name in (*ids, *given):
             if name not in self._gathers:
                 raise KeyError(f"no table {name!r} in this set; it has {list(self._gathers)}")
         for name, wanted in ids.items():
-            gather = self._gathers[name]
-            flat = int64_ids(wanted)
-            target = given.get(name)
-            if target is None:
-                target = gather._allocate(flat.shape, torch_like=is_torch(wanted))
-            targets = gather._targets(target, flat.shape, flat.size)
-            requests.append((gather._native, flat, targets, pad_id))
-            rows[name] = target
+            request, rows[name] = self._gathers[name]._request(  # pyright: ignore[reportPrivateUsage]
+                wanted, given.get(name), pad_id
+            )
+            requests.append(request)
         _engram.gather_many(requests, timeout)
         return rows
 

@@ -17,8 +17,9 @@ _EXTRA = frozenset({"typer", "rich"})
 def main() -> None:
     """Runs the command line; the entry point of the `engram` script."""
     # File names need not be text, and the terminal need not know every letter.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    stdout: object = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             from .app import app

@@ -20,9 +20,9 @@ from engram import synth as library
 
 from .errors import Failed, reported
 from .inspect import inspect_path, resident_share, show
-from .machine import file_system, kernel, memory, processor
+from .machine import file_system, kernel, load, memory, processor
 from .synth import write_with_progress
-from .text import format_bytes, format_seconds, output, parse_size, plural, status
+from .text import format_bytes, format_seconds, output, parse_size, percent, plural, status
 from .timing import Method, Result, interleaved
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def demo(
         total = memory()
         console.print(f"memory       {'unknown' if total is None else format_bytes(total)}")
         console.print(f"kernel       {kernel()}")
+        console.print(f"load         {load()}")
         with _checkpoint(directory, nbytes, console, keep=keep) as info:
             show(inspect_path(info.directory), console)
             console.print()
@@ -141,13 +142,9 @@ def compare(info: SynthInfo, console: Console) -> int:
     _show_comparison(rows, console)
     for note in notes:
         console.print(note)
-    console.print(f"in memory: {_percent(before)} before, {_percent(after)} after")
+    console.print(f"in memory: {percent(before)} before, {percent(after)} after")
     console.print(f"checked: {plural(checked, 'gathered row')}, {wrong:,} wrong")
     return wrong
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{share:.1%}"
 
 
 def _show_comparison(rows: list[tuple[int, dict[str, Result]]], console: Console) -> None:
@@ -164,8 +161,7 @@ def _show_comparison(rows: list[tuple[int, dict[str, Result]]], console: Console
             *(format_seconds(median) for median in medians),
             *(f"{median / medians[0]:.2f}x" for median in medians[1:]),
         )
-    # Figures are worth more than a tidy right edge: never cut them to a narrow terminal.
-    console.print(table, width=120, crop=False)
+    console.print(table)
 
 
 def _batches(info: SynthInfo, tokens: int) -> Iterator[NDArray[np.int64]]:

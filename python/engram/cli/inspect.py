@@ -13,7 +13,7 @@ import typer
 import engram
 
 from .errors import Failed, reported
-from .text import format_bytes, output, plural
+from .text import format_bytes, output, percent, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,13 @@ _FILES_NAMED = 4
 
 @dataclass(frozen=True)
 class Inspected:
-    """A table and what the page cache holds of it."""
+    """A table and what the page cache holds of it.
+
+    Attributes:
+        info: The table.
+        resident: Share of its pages in memory, from 0 to 1; None for plain tensors, which may be
+            too many to open one by one, and where the kernel does not say.
+    """
 
     info: engram.TableInfo
     resident: float | None
@@ -86,9 +92,12 @@ def inspect(
 
 
 def inspect_path(path: Path, *, plain: bool = False) -> list[Inspected]:
-    """The tables at `path`, each opened once to ask the kernel what is in memory."""
+    """The tables at `path`; n-gram and per-layer tables are opened to ask what is in memory."""
     inspected: list[Inspected] = []
     for info in engram.tables(path, plain=plain):
+        if info.family == "plain":
+            inspected.append(Inspected(info, None))
+            continue
         with engram.FileGather(path, info.name) as gather:
             inspected.append(Inspected(info, resident_share(gather)))
     return inspected
@@ -110,7 +119,7 @@ def show(tables: list[Inspected], console: Console) -> None:
         parts = ", ".join(
             f"{plane.name} {plane.stored_dtype} {plane.row_bytes} bytes" for plane in info.planes
         )
-        resident = "unknown" if table.resident is None else f"{table.resident:.1%}"
+        resident = "not asked" if info.family == "plain" else percent(table.resident)
         lines = {
             "family": f"{info.family}{layer}",
             "rows": f"{info.rows:,}",

@@ -149,7 +149,9 @@ def _write_model(
     directory: Path, layers: int | list[int] | None, parts: int | None, seed: int
 ) -> None:
     arguments: Mapping[str, Any] = {
-        "layers": list(_MODEL_LAYERS[:layers]) if isinstance(layers, int) else layers,
+        "layers": (*_MODEL_LAYERS, *range(3, layers))[:layers]
+        if isinstance(layers, int)
+        else layers,
         "parts": parts,
     }
     given = {name: value for name, value in arguments.items() if value is not None}

@@ -6,6 +6,7 @@ import re
 
 from rich.console import Console
 
+_WIDTH = 120
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNITS = {
     "": 1,
@@ -47,14 +48,21 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s"
 
 
+def percent(share: float | None) -> str:
+    """A share from 0 to 1, or that it is not known."""
+    return "unknown" if share is None else f"{share:.1%}"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 file`, `2 files`, `1,234 files`."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def output() -> Console:
-    """Standard output; never colours, cuts or wraps what goes to a file or a pipe."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """Standard output; without colours in a file or a pipe, and never cut to a narrow terminal."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    return console
 
 
 def status() -> Console:

@@ -4,7 +4,7 @@
 //! once, closes every file again and keeps one record per tensor; data is never touched. What an
 //! index says is held against what the files contain before anything is served.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,16 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::header::tensor_bytes;
 
 mod catalogue;
 mod index;
 mod location;
+mod packed;
 mod reading;
 
-use catalogue::Catalogue;
 use location::Directory;
+use packed::{Packed, Record};
 pub(crate) use reading::parse_config;
 
 /// What a file was when it was opened; a change means that its rows can no longer be trusted.
@@ -85,6 +87,10 @@ pub enum Listing {
     SideFile,
 }
 
+impl Listing {
+    const ALL: [Self; 3] = [Self::Named, Self::Unlisted, Self::SideFile];
+}
+
 /// Where one tensor lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorInfo<'a> {
@@ -116,14 +122,14 @@ pub struct Shadowed {
 pub struct Checkpoint {
     /// The path it was opened by.
     pub path: PathBuf,
-    /// Every file whose header was read, in the order of their paths.
+    /// Every file whose header was read: those that an index names first, each part by path.
     pub files: Vec<CheckpointFile>,
     /// The `config.json` beside the files, where there is one.
     pub config: Option<Value>,
     /// Second copies of indexed tensors, ignored.
     pub shadowed: Vec<Shadowed>,
     metadata: Vec<Option<HashMap<String, String>>>,
-    catalogue: Catalogue,
+    tensors: Packed,
 }
 
 impl Checkpoint {
@@ -170,11 +176,10 @@ impl Checkpoint {
         let index = index::parse(&text, index_path)?;
         let mut found = directory.named_files(&index.files, index_path)?;
         let named = found.len();
-        for side_file in directory.safetensors_files()? {
-            if !found.iter().any(|file| file.resolved == side_file.resolved) {
-                found.push(side_file);
-            }
-        }
+        let known: HashSet<PathBuf> = found.iter().map(|file| file.resolved.clone()).collect();
+        let mut side_files = directory.safetensors_files()?;
+        side_files.retain(|file| !known.contains(&file.resolved));
+        found.extend(side_files);
         let config = reading::config(&directory.path().join("config.json"))?;
         let (files, opened) = reading::headers(&found)?;
         let listed = catalogue::Listed {
@@ -196,7 +201,7 @@ impl Checkpoint {
             .into_iter()
             .map(|contents| (contents.pack, contents.metadata))
             .unzip();
-        let (catalogue, copies) = Catalogue::merge(&packs, &files, listed)?;
+        let (tensors, copies) = catalogue::merge(&packs, &files, listed)?;
         let shadowed = copies
             .into_iter()
             .map(|(tensor, file)| Shadowed {
@@ -210,30 +215,55 @@ impl Checkpoint {
             config,
             shadowed,
             metadata,
-            catalogue,
+            tensors,
         })
     }
 
     /// The tensor called `name`.
     pub fn tensor(&self, name: &str) -> Option<TensorInfo<'_>> {
-        let position = self.catalogue.find(name)?;
-        Some(self.catalogue.get(position).1)
+        self.copies(name).first().copied()
     }
 
-    /// Every tensor called `name`: more than one only where files that the index leaves out
-    /// disagree.
-    pub(crate) fn copies(&self, name: &str) -> impl Iterator<Item = TensorInfo<'_>> {
-        let first = self.catalogue.find(name).unwrap_or(self.catalogue.len());
-        (first..self.catalogue.len())
-            .map(|position| self.catalogue.get(position))
-            .take_while(move |(other, _)| *other == name)
-            .map(|(_, info)| info)
+    /// Every tensor called `name`: more than one only where the index names none of them.
+    pub(crate) fn copies(&self, name: &str) -> Vec<TensorInfo<'_>> {
+        let records = self.tensors.find(name);
+        records.iter().map(|record| self.info(record)).collect()
     }
 
-    /// Every tensor, in the order of their names. A name is there twice only where files that the
-    /// index leaves out disagree.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, TensorInfo<'_>)> {
-        (0..self.catalogue.len()).map(|position| self.catalogue.get(position))
+    /// Every tensor, in the order of their names. A name is there twice only where the index
+    /// leaves it out and several files have it.
+    pub fn tensors(&self) -> impl Iterator<Item = (String, TensorInfo<'_>)> {
+        let mut cursor = self.tensors.cursor();
+        std::iter::from_fn(move || {
+            let (name, record) = cursor.next()?;
+            Some((name.to_owned(), self.info(&record)))
+        })
+    }
+
+    /// Calls `visit` with every tensor in the order of their names, without keeping a name.
+    pub(crate) fn each_tensor<'a>(&'a self, mut visit: impl FnMut(&str, TensorInfo<'a>)) {
+        let mut cursor = self.tensors.cursor();
+        while let Some((name, record)) = cursor.next() {
+            visit(name, self.info(&record));
+        }
+    }
+
+    fn info(&self, record: &Record) -> TensorInfo<'_> {
+        let (dtype, shape) = self.tensors.kind(record.kind);
+        TensorInfo {
+            dtype,
+            shape,
+            file: record.file,
+            offset: record.offset,
+            bytes: tensor_bytes(dtype, shape)
+                .unwrap_or_else(|problem| unreachable!("its header was accepted: {problem}")),
+            listing: record.listing,
+        }
+    }
+
+    /// How many tensors there are.
+    pub fn tensor_count(&self) -> usize {
+        self.tensors.len()
     }
 
     /// Short entries of the `__metadata__` of the file at this index.
@@ -260,3 +290,6 @@ impl Checkpoint {
         reading::bytes(file, tensor.offset, tensor.bytes, name)
     }
 }
+
+#[cfg(test)]
+mod tests;

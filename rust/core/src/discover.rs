@@ -105,20 +105,21 @@ impl Surroundings for Checkpoint {
 /// Every n-gram and per-layer table in layer order; with `plain`, every other two-dimensional
 /// tensor after them, in the order of names.
 pub fn tables(checkpoint: &Checkpoint, plain: bool) -> Result<Vec<Table>> {
-    let groups = groups(checkpoint)?;
+    let parts = table_parts(checkpoint)?;
+    let groups = group(parts.iter().map(|(name, info)| source(name, info)));
     let mut tables = groups
         .iter()
-        .map(|group| join(group, checkpoint))
+        .map(|group| joined(group, checkpoint))
         .collect::<Result<Vec<_>>>()?;
     if plain {
         for (name, info) in checkpoint.tensors() {
             let counts = match info.listing {
                 Listing::Named => true,
-                Listing::Unlisted => checkpoint.copies(name).count() == 1,
+                Listing::Unlisted => checkpoint.copies(&name).len() == 1,
                 Listing::SideFile => false,
             };
-            if counts && names::parse(name).is_none() && is_openable(&info) {
-                tables.push(plain_table(checkpoint, name)?);
+            if counts && names::parse(&name).is_none() && is_openable(&info) {
+                tables.push(plain_table(checkpoint, &name)?);
             }
         }
     }
@@ -127,10 +128,11 @@ pub fn tables(checkpoint: &Checkpoint, plain: bool) -> Result<Vec<Table>> {
 
 /// The table that `table` means.
 pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
-    let groups = groups(checkpoint)?;
+    let parts = table_parts(checkpoint)?;
+    let groups = group(parts.iter().map(|(name, info)| source(name, info)));
     match table {
         TableRef::Only => match &groups[..] {
-            [group] => join(group, checkpoint),
+            [group] => joined(group, checkpoint),
             [] => Err(no_table(checkpoint)),
             _ => Err(Error::value(format!(
                 "{} has {} tables: name one of {}",
@@ -140,7 +142,7 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
             ))),
         },
         TableRef::Layer(place) => match groups.get(place) {
-            Some(group) => join(group, checkpoint),
+            Some(group) => joined(group, checkpoint),
             None if groups.is_empty() => Err(no_table(checkpoint)),
             None => Err(Error::value(format!(
                 "{} has no table {place}: there are {}",
@@ -155,7 +157,7 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
                     .find(|group| group.only_weight() == Some(name))
             });
             match named {
-                Some(group) => join(group, checkpoint),
+                Some(group) => joined(group, checkpoint),
                 None if checkpoint.tensor(name).is_some() => plain_table(checkpoint, name),
                 None if groups.is_empty() => Err(Error::value(format!(
                     "{} has no tensor {name:?}; {}",
@@ -172,38 +174,49 @@ pub fn select(checkpoint: &Checkpoint, table: TableRef<'_>) -> Result<Table> {
     }
 }
 
-/// The parts of every table, held against the index.
-fn groups(checkpoint: &Checkpoint) -> Result<Vec<Group<'_>>> {
-    let file = |info: &TensorInfo<'_>| checkpoint.files[info.file].path.as_path();
-    let mut sources: Vec<Source<'_>> = Vec::new();
-    for (name, info) in checkpoint.tensors() {
-        if names::parse(name).is_none() {
-            continue;
+/// Joins a group; an error about no file in particular is about the checkpoint.
+fn joined(group: &Group<'_>, checkpoint: &Checkpoint) -> Result<Table> {
+    join(group, checkpoint).map_err(|mut error| {
+        if let Some(place) = error.place_mut() {
+            place.path.get_or_insert_with(|| checkpoint.path.clone());
         }
-        if info.listing == Listing::Unlisted {
-            return Err(Error::checkpoint(
-                format!(
-                    "stale index: this file holds {name:?}, a part of a table, but the index does \
-                     not name it; write the index again"
-                ),
-                file(&info),
-            ));
+        error
+    })
+}
+
+/// Every tensor that is part of a table by its name, held against the index.
+fn table_parts(checkpoint: &Checkpoint) -> Result<Vec<(String, TensorInfo<'_>)>> {
+    let mut parts: Vec<(String, TensorInfo<'_>)> = Vec::new();
+    checkpoint.each_tensor(|name, info| {
+        if names::parse(name).is_some() {
+            parts.push((name.to_owned(), info));
         }
-        if let Some(before) = sources.last()
-            && before.name == name
-        {
-            return Err(Error::checkpoint(
-                format!(
-                    "tensor {name:?} is in this file and in {}, and the index names neither; \
-                     remove the one that does not belong here",
-                    checkpoint.files[before.file].path.display()
-                ),
-                file(&info),
-            ));
-        }
-        sources.push(source(name, &info));
+    });
+    let path = |info: &TensorInfo<'_>| checkpoint.files[info.file].path.as_path();
+    if let Some((name, info)) = parts
+        .iter()
+        .find(|(_, info)| info.listing == Listing::Unlisted)
+    {
+        return Err(Error::checkpoint(
+            format!(
+                "stale index: this file holds {name:?}, a part of a table, but the index does not \
+                 name it; write the index again"
+            ),
+            path(info),
+        ));
     }
-    Ok(group(sources))
+    if let Some([(name, first), (_, second)]) = parts.windows(2).find(|pair| pair[0].0 == pair[1].0)
+    {
+        return Err(Error::checkpoint(
+            format!(
+                "tensor {name:?} is in this file and in {}, and the index names neither; remove \
+                 the one that does not belong here",
+                path(first).display()
+            ),
+            path(second),
+        ));
+    }
+    Ok(parts)
 }
 
 fn source<'a>(name: &'a str, info: &TensorInfo<'a>) -> Source<'a> {
@@ -230,7 +243,7 @@ fn row_plane(dtype: Dtype, columns: u64) -> Result<()> {
 
 /// One tensor as a table of its own.
 fn plain_table(checkpoint: &Checkpoint, name: &str) -> Result<Table> {
-    let copies: Vec<_> = checkpoint.copies(name).collect();
+    let copies = checkpoint.copies(name);
     let file = |info: &TensorInfo<'_>| checkpoint.files[info.file].path.display();
     let info = match &copies[..] {
         [info] => info,
@@ -292,18 +305,27 @@ fn choices(groups: &[Group<'_>]) -> String {
 }
 
 fn no_table(checkpoint: &Checkpoint) -> Error {
-    Error::value(format!(
-        "{} has no n-gram or per-layer embedding table; {}",
-        checkpoint.path.display(),
-        plain_examples(checkpoint)
-    ))
+    let examples = plain_examples(checkpoint);
+    match expected::promise(checkpoint.config.as_ref()) {
+        Some(field) => Error::checkpoint(
+            format!(
+                "config.json describes a model with such tables ({field}), but no file has one: a \
+                 file is missing, for example one beside the index; {examples}"
+            ),
+            &checkpoint.path,
+        ),
+        None => Error::value(format!(
+            "{} has no n-gram or per-layer embedding table; {examples}",
+            checkpoint.path.display()
+        )),
+    }
 }
 
 /// Names a few tensors that could be opened, likely embedding tables first.
 fn plain_examples(checkpoint: &Checkpoint) -> String {
     const SHOWN: usize = 3;
     let (mut likely, mut others) = (Vec::new(), Vec::new());
-    for (name, info) in checkpoint.tensors() {
+    checkpoint.each_tensor(|name, info| {
         if info.listing != Listing::SideFile && is_openable(&info) {
             let list = if name.contains("embed") {
                 &mut likely
@@ -314,7 +336,7 @@ fn plain_examples(checkpoint: &Checkpoint) -> String {
                 list.push(format!("{name:?}"));
             }
         }
-    }
+    });
     likely.append(&mut others);
     likely.truncate(SHOWN);
     if likely.is_empty() {

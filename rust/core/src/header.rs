@@ -5,6 +5,7 @@
 //! tensor defined twice, where it keeps the last definition). A file with one unreadable tensor is
 //! refused as a whole, as the crate does, even when that tensor is not part of a table.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
@@ -24,9 +25,9 @@ pub const LENGTH_BYTES: u64 = 8;
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TensorEntry {
-    /// Name in the header.
-    pub name: String,
+pub struct TensorEntry<'a> {
+    /// Name in the header, borrowed from it unless it is written with escapes.
+    pub name: Cow<'a, str>,
     /// Element type.
     pub dtype: Dtype,
     /// Dimensions, outermost first.
@@ -39,9 +40,9 @@ pub struct TensorEntry {
 
 /// A file's header, checked against the file's length.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Header {
-    /// Every tensor, in the order of their data.
-    pub tensors: Vec<TensorEntry>,
+pub struct Header<'a> {
+    /// Every tensor, in the order of their names.
+    pub tensors: Vec<TensorEntry<'a>>,
     /// The free-form `__metadata__` entry.
     pub metadata: Option<HashMap<String, String>>,
     /// Absolute byte offset of the data section.
@@ -137,7 +138,7 @@ fn recognise(first8: [u8; 8]) -> Option<&'static str> {
 }
 
 /// Parses the header of a file of `file_len` bytes and checks every range against it.
-pub fn parse(header: &[u8], file_len: u64, path: &Path) -> Result<Header> {
+pub fn parse<'a>(header: &'a [u8], file_len: u64, path: &Path) -> Result<Header<'a>> {
     let refuse = |message: String| Error::checkpoint(message, path);
     let nul_bytes = header.iter().rev().take_while(|&&byte| byte == 0).count();
     if nul_bytes > 0 {
@@ -169,21 +170,25 @@ pub fn parse(header: &[u8], file_len: u64, path: &Path) -> Result<Header> {
             end: tensor.end,
         });
     }
-    if let Some(name) = first_repeat(&tensors) {
+    // Writers sort names within a dtype, and this sort makes use of what is sorted already.
+    tensors.sort_by(|left, right| left.name.cmp(&right.name));
+    if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name == pair[1].name) {
+        let name = &pair[0].name;
         return Err(refuse(format!(
             "tensor {name:?} is defined twice in the header"
         )));
     }
     // The order of keys says nothing about the order of data.
-    tensors.sort_by_key(|tensor| (tensor.begin, tensor.end));
-    if let Err(verdict) = reference_verdict(&tensors) {
-        let reason = explain(&tensors).unwrap_or_else(|| verdict.to_string());
+    let mut by_data: Vec<&TensorEntry<'_>> = tensors.iter().collect();
+    by_data.sort_by_key(|tensor| (tensor.begin, tensor.end));
+    if let Err(verdict) = reference_verdict(&by_data) {
+        let reason = explain(&by_data).unwrap_or_else(|| verdict.to_string());
         return Err(refuse(reason));
     }
 
     let header_len = u64::try_from(header.len()).unwrap_or(u64::MAX);
     let data_start = header_len.saturating_add(LENGTH_BYTES);
-    let data_len = tensors.last().map_or(0, |tensor| tensor.end);
+    let data_len = by_data.last().map_or(0, |tensor| tensor.end);
     let expected = data_start.saturating_add(data_len);
     if expected > file_len {
         return Err(refuse(format!(
@@ -210,17 +215,8 @@ pub fn parse(header: &[u8], file_len: u64, path: &Path) -> Result<Header> {
     })
 }
 
-fn first_repeat(tensors: &[TensorEntry]) -> Option<&str> {
-    let mut names: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
-    names.sort_unstable();
-    names
-        .windows(2)
-        .find(|pair| pair[0] == pair[1])
-        .map(|pair| pair[0])
-}
-
 /// Asks the `safetensors` crate. Names are left out: they only serve its messages, and ours say more.
-fn reference_verdict(tensors: &[TensorEntry]) -> std::result::Result<(), Verdict> {
+fn reference_verdict(tensors: &[&TensorEntry<'_>]) -> std::result::Result<(), Verdict> {
     let infos = tensors
         .iter()
         .map(|tensor| {
@@ -280,7 +276,7 @@ pub fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> std::result::Result<u64, Str
 
 /// Why the tensors, sorted by their ranges, are refused. Each tensor is held against itself first:
 /// a wrong range usually makes its neighbours look wrong too.
-fn explain(tensors: &[TensorEntry]) -> Option<String> {
+fn explain(tensors: &[&TensorEntry<'_>]) -> Option<String> {
     for tensor in tensors {
         let TensorEntry {
             name,
@@ -306,7 +302,7 @@ fn explain(tensors: &[TensorEntry]) -> Option<String> {
             Ok(_) => {}
         }
     }
-    let mut previous: Option<&TensorEntry> = None;
+    let mut previous: Option<&TensorEntry<'_>> = None;
     for tensor in tensors {
         let covered = previous.map_or(0, |before| before.end);
         if tensor.begin > covered {

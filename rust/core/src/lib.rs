@@ -21,6 +21,7 @@ pub mod bench;
 pub mod buffer;
 pub mod cgroup;
 pub mod checkpoint;
+mod crew;
 mod cuts;
 pub mod discover;
 pub mod error;
@@ -38,6 +39,7 @@ pub mod residency;
 pub mod stats;
 pub mod table;
 pub mod threads;
+mod trim;
 pub mod views;
 pub mod warm;
 

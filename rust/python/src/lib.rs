@@ -1,10 +1,15 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "arguments are converted from Python objects, and the converted value is ours to take"
+)]
 
 #[cfg(feature = "bench")]
 mod bench;
 mod buffer;
 mod errors;
 mod gather;
+mod hash;
 mod stats;
 mod table;
 mod views;
@@ -22,7 +27,9 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gather::{Reader, drop_cache, gather_many};
+    use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
+    #[pymodule_export]
+    use crate::hash::NgramHash;
     #[pymodule_export]
     use crate::table::tables;
     #[pymodule_export]

@@ -41,6 +41,9 @@ pub(super) fn parse<'a>(text: &'a str, path: &Path) -> Result<Index<'a>> {
                 .to_owned(),
         ));
     };
+    if map.entries.is_empty() {
+        return Err(refuse("the index names no tensor".to_owned()));
+    }
     map.entries.sort_by(|left, right| left.0.cmp(&right.0));
     let conflict = map
         .entries

@@ -129,13 +129,22 @@ fn missing_targets(links: &[(PathBuf, PathBuf)]) -> Error {
 pub(super) struct Directory {
     path: PathBuf,
     resolved: PathBuf,
+    /// Where the files are if this is a snapshot in a hub cache.
+    blobs: Option<PathBuf>,
 }
 
 impl Directory {
     pub(super) fn open(path: &Path) -> Result<Self> {
+        let resolved = follow(path)?;
+        let blobs = resolved
+            .ancestors()
+            .skip(1)
+            .find(|ancestor| ancestor.file_name() == Some(OsStr::new("snapshots")))
+            .and_then(|snapshots| fs::canonicalize(snapshots.with_file_name("blobs")).ok());
         Ok(Self {
             path: path.to_owned(),
-            resolved: follow(path)?,
+            resolved,
+            blobs,
         })
     }
 
@@ -277,7 +286,8 @@ impl Directory {
         if status.is_symlink() && resolved.is_dir() {
             return Ok(Located::Directory);
         }
-        if !resolved.starts_with(&self.resolved) && !self.is_hub_blob(&resolved) {
+        let is_blob = self.blobs.is_some() && resolved.parent() == self.blobs.as_deref();
+        if !resolved.starts_with(&self.resolved) && !is_blob {
             return Err(Error::checkpoint(
                 format!(
                     "symbolic link to {}, outside the checkpoint directory {}: only a hub cache's \
@@ -294,17 +304,6 @@ impl Directory {
             resolved,
             beside_index: true,
         }))
-    }
-
-    /// Whether this directory is `…/snapshots/<revision>` (or below it) and `target` is a file of
-    /// the `blobs` directory beside `snapshots`.
-    fn is_hub_blob(&self, target: &Path) -> bool {
-        self.resolved.ancestors().skip(1).any(|ancestor| {
-            ancestor.file_name() == Some(OsStr::new("snapshots"))
-                && ancestor
-                    .parent()
-                    .is_some_and(|repository| target.parent() == Some(&repository.join("blobs")))
-        })
     }
 
     /// The error for a directory without a safetensors file, with a guess at what was meant.

@@ -11,8 +11,9 @@ use std::thread;
 
 use serde_json::Value;
 
-use super::catalogue::Pack;
+use super::catalogue;
 use super::location::{Found, require_regular};
+use super::packed::Packed;
 use super::{CheckpointFile, Identity};
 use crate::error::{Error, Result};
 use crate::header;
@@ -32,7 +33,7 @@ const FILES_PER_THREAD: usize = 8;
 /// What a file's header says, in compact form.
 #[derive(Debug)]
 pub(super) struct Contents {
-    pub(super) pack: Pack,
+    pub(super) pack: Packed,
     pub(super) metadata: Option<HashMap<String, String>>,
 }
 
@@ -55,7 +56,11 @@ fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
 /// error are those of reading them in order.
 pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
     let wanted = found.len().div_ceil(FILES_PER_THREAD).min(MAX_THREADS);
-    let threads = thread::available_parallelism().map_or(1, |cores| wanted.min(cores.get()));
+    let threads = if wanted > 1 {
+        thread::available_parallelism().map_or(1, |cores| wanted.min(cores.get()))
+    } else {
+        1
+    };
     let next = AtomicUsize::new(0);
     let work = || {
         let mut buffer = Vec::new();
@@ -65,7 +70,7 @@ pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Conte
             let Some(file) = found.get(number) else {
                 return done;
             };
-            let result = header_of(file, &mut buffer);
+            let result = header_of(file, number, &mut buffer);
             let failed = result.is_err();
             done.push((number, result));
             if failed {
@@ -104,8 +109,8 @@ pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Conte
     Ok((files, contents))
 }
 
-fn header_of(file: &Found, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
-    read_header(file, buffer).map_err(|error| match error {
+fn header_of(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
+    read_header(file, number, buffer).map_err(|error| match error {
         Error::Checkpoint { message, place } if file.beside_index => Error::Checkpoint {
             message: format!(
                 "{message} (the index does not name this file: if it is no part of the \
@@ -117,7 +122,7 @@ fn header_of(file: &Found, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)>
     })
 }
 
-fn read_header(file: &Found, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
+fn read_header(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
     let path = &file.path;
     let (handle, identity) = open(&file.resolved, "cannot open")?;
     if identity.len < header::LENGTH_BYTES {
@@ -139,7 +144,7 @@ fn read_header(file: &Found, buffer: &mut Vec<u8>) -> Result<(Identity, Contents
         entries.retain(|_, value| value.len() <= MAX_METADATA_VALUE);
         entries
     });
-    let pack = Pack::new(header.tensors);
+    let pack = catalogue::pack(&header.tensors, number);
     Ok((identity, Contents { pack, metadata }))
 }
 

@@ -69,6 +69,26 @@ pub(super) fn row_dimension(joining: &Joining<'_>) -> Option<u64> {
     }
 }
 
+/// The field by which a configuration says that the model has tables, with its value.
+pub(super) fn promise(config: Option<&Value>) -> Option<String> {
+    let config = Config(config?);
+    let of_layers = ["ple_layer_ids", "engram_layer_ids"]
+        .into_iter()
+        .find(|key| {
+            let layers = config.get(key).and_then(Value::as_array);
+            layers.is_some_and(|layers| !layers.is_empty())
+        });
+    let of_model = [
+        "hidden_size_per_layer_input",
+        "emb_split_num",
+        "oe_split_num",
+    ]
+    .into_iter()
+    .find(|key| config.number(key).is_some_and(|value| value > 0));
+    let key = of_layers.or(of_model)?;
+    Some(format!("{key} is {}", config.get(key)?))
+}
+
 fn tensors(weights: &Sequence<'_>) -> String {
     match &weights.pieces[..] {
         [(source, _)] => format!("rows of {:?}", source.name),
@@ -81,7 +101,7 @@ fn tensors(weights: &Sequence<'_>) -> String {
 }
 
 /// A configuration whose language part may be nested.
-struct Config<'a>(&'a Value);
+pub(super) struct Config<'a>(pub(super) &'a Value);
 
 impl<'a> Config<'a> {
     fn get(&self, key: &str) -> Option<&'a Value> {
@@ -124,10 +144,10 @@ fn qwen_heads(config: &Config<'_>) -> Option<u64> {
     orders.checked_mul(config.number("heads_per_ngram")?)
 }
 
-/// Rows of the table of a zero-based layer, padding included. Each head has its own prime number of
-/// rows; primes go on from one layer to the next (FORMATS of `qwen4_exp`: layers are numbered from
-/// one in the configuration).
-fn qwen_rows(config: &Config<'_>, layer: u32) -> Option<u64> {
+/// Rows of the table of a zero-based layer, padding included, as `qwen4_exp` lays them out: every
+/// head has its own prime number of rows, the primes go on from one layer to the next, and the
+/// configuration counts layers from one.
+pub(super) fn qwen_rows(config: &Config<'_>, layer: u32) -> Option<u64> {
     let heads = qwen_heads(config)?;
     let base = config.number("ngram_vocab_size_base")?;
     let divisor = config.number("make_ngram_vocab_size_divisible_by")?;
@@ -164,11 +184,14 @@ fn pieces_fit_their_number(
     config: &Config<'_>,
     weights: &Sequence<'_>,
 ) -> Result<()> {
-    let Some(parts) = config.number("split_ngram_parts") else {
+    let Some(parts) = config
+        .number("split_ngram_parts")
+        .filter(|&parts| parts > 0)
+    else {
         return Ok(());
     };
     let found = u64::try_from(weights.pieces.len()).unwrap_or(u64::MAX);
-    if found <= parts || found == 1 {
+    if found <= parts {
         return Ok(());
     }
     Err(joining.wrong(

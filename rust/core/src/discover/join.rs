@@ -180,6 +180,14 @@ fn parts_by_role<'a>(joining: &Joining<'a>) -> Result<Joined<'a>> {
         let (single, rowwise): (Vec<_>, Vec<_>) = parts
             .into_iter()
             .partition(|part| is_scalar(part.source.shape));
+        let pieces = u64::try_from(weights.pieces.len()).unwrap_or(u64::MAX);
+        for part in &single {
+            if matches!(part.extent, Extent::Piece(number) if number >= pieces) {
+                return Err(
+                    joining.wrong(&part.source, "belongs to a piece whose rows are missing")
+                );
+            }
+        }
         if !single.is_empty() {
             scalars.insert(leaf, single);
         }
@@ -240,8 +248,9 @@ fn in_order<'a>(joining: &Joining<'_>, mut parts: Vec<Part<'a>>) -> Result<(Vec<
             return Err(joining.wrong(
                 &part.source,
                 format!(
-                    "comes where piece {expected} is missing: {} pieces are there, the last is \
-                     {:?}",
+                    "follows a gap: piece {expected} is missing ({} pieces are there, the last is \
+                     {:?}); pieces in other files are found when the directory or the index is \
+                     passed",
                     parts.len(),
                     last.source.name
                 ),

@@ -100,18 +100,25 @@ impl Ring {
         })
     }
 
-    /// Makes room for reads of up to `bytes` bytes each; nothing may be in flight.
-    fn prepare(&mut self, bytes: usize) -> Result<()> {
+    /// Makes room for reads of up to `bytes` bytes each, aligned to whole pages for direct reads;
+    /// nothing may be in flight.
+    fn prepare(&mut self, bytes: usize, direct: bool) -> Result<()> {
         assert_eq!(
             self.in_flight, 0,
             "slots are exchanged only while the kernel writes to none"
         );
-        let page = rustix::param::page_size();
-        // Whole pages per slot for direct reads; small rows pack by cache lines.
-        let stride = bytes
-            .next_multiple_of(if bytes >= page { page } else { 64 })
-            .max(64);
-        if stride > self.slot_bytes || self.slots.is_empty() {
+        // A ring serves readers of every kind in turn, so the slots it has may be long enough for
+        // this batch and yet begin at addresses that direct reads refuse.
+        let alignment = if direct {
+            rustix::param::page_size()
+        } else {
+            64
+        };
+        let stride = bytes.next_multiple_of(alignment).max(alignment);
+        if stride > self.slot_bytes
+            || !self.slot_bytes.is_multiple_of(alignment)
+            || self.slots.is_empty()
+        {
             let depth = (SLOT_MEMORY / stride).clamp(1, DEPTH as usize);
             let memory = HostBuffer::new(depth * stride, false)?;
             let old = std::mem::replace(&mut self.memory, ManuallyDrop::new(memory));
@@ -237,7 +244,7 @@ impl Ring {
             .map(|read| read.len as usize)
             .max()
             .unwrap_or(0);
-        self.prepare(longest)?;
+        self.prepare(longest, batch.direct)?;
         let mut cost = Cost::default();
         let mut next = 0;
         let mut left = batch.reads.len();

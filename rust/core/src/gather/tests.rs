@@ -412,3 +412,52 @@ fn a_truncated_file_is_an_error_that_names_the_row() {
         fixture.assert_equal(&out, &[0, 2999], None);
     }
 }
+
+/// A ring is handed from one reader to the next: slots left by buffered reads of odd lengths must
+/// not be given to direct reads.
+#[test]
+fn modes_can_follow_one_another_on_the_same_ring() {
+    let fixture = Fixture::new(&[540], &[(4000, 3)], 1);
+    let neighbours: Vec<i64> = (0..8).collect();
+    let strangers: Vec<i64> = (0..40).map(|index| index * 97).collect();
+    let Some(buffered) = fixture.open(Io::Uring) else {
+        return;
+    };
+    let direct = fixture.open(Io::Direct).unwrap();
+    for (reader, ids) in [
+        (&buffered, &neighbours),
+        (&direct, &strangers),
+        (&buffered, &strangers),
+        (&direct, &neighbours),
+    ] {
+        let (out, _) = fixture.gather(reader, ids, None).unwrap();
+        fixture.assert_equal(&out, ids, None);
+    }
+}
+
+/// Pages that went away behind engram's back cost faults once; then beliefs are checked, and rows
+/// are read with many reads in flight again.
+#[test]
+fn wrong_beliefs_are_noticed_and_corrected() {
+    let fixture = Fixture::new(&[160], &[(40_000, 7)], 1);
+    let reader = fixture.open(Io::Auto).unwrap();
+    let ids: Vec<i64> = (0..1500).map(|index| index * 7919 % 40_000).collect();
+    fixture.drop_cache();
+    fixture.gather(&reader, &ids, None).unwrap();
+    // The rows were read, not mapped, so the page cache lets go of them.
+    fixture.drop_cache();
+    let (out, _) = fixture.gather(&reader, &ids, None).unwrap();
+    fixture.assert_equal(&out, &ids, None);
+    if reader.stats().major_faults.get() == 0 {
+        return; // This filesystem keeps what it was told to drop (tmpfs), or faults were too fast.
+    }
+    assert!(reader.verifies());
+    let map = reader.files()[0].map().unwrap();
+    map.trim(0..map.len()).unwrap();
+    fixture.drop_cache();
+    let faults = reader.stats().major_faults.get();
+    let (out, report) = fixture.gather(&reader, &ids, None).unwrap();
+    fixture.assert_equal(&out, &ids, None);
+    assert!(report.fetched > 1000, "denied beliefs are read: {report:?}");
+    assert_eq!(reader.stats().major_faults.get(), faults);
+}

@@ -1,6 +1,7 @@
 //! The header's JSON, read once and in order. Numbers that are no sizes and unknown dtypes are kept
 //! as a problem of their tensor, so that the caller can name it without a position in the text.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
 
@@ -12,8 +13,8 @@ use serde::de::{
 };
 
 /// The header as written; nothing is checked beyond its form.
-pub(super) struct RawHeader {
-    pub(super) tensors: Vec<(String, RawTensor)>,
+pub(super) struct RawHeader<'a> {
+    pub(super) tensors: Vec<(Cow<'a, str>, RawTensor)>,
     pub(super) metadata: Option<HashMap<String, String>>,
 }
 
@@ -26,26 +27,30 @@ pub(super) struct RawTensor {
     pub(super) problem: Option<String>,
 }
 
-pub(super) fn read(text: &str) -> serde_json::Result<RawHeader> {
+pub(super) fn read(text: &str) -> serde_json::Result<RawHeader<'_>> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let header = deserializer.deserialize_map(HeaderVisitor)?;
     deserializer.end()?;
     Ok(header)
 }
 
+/// A tensor's name; it borrows from the header unless it is written with escapes.
+#[derive(Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+
 struct HeaderVisitor;
 
 impl<'de> Visitor<'de> for HeaderVisitor {
-    type Value = RawHeader;
+    type Value = RawHeader<'de>;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("an object of tensors")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader<'de>, A::Error> {
         let mut tensors = Vec::new();
         let mut metadata = None;
-        while let Some(name) = map.next_key::<String>()? {
+        while let Some(Name(name)) = map.next_key()? {
             if name == "__metadata__" {
                 if metadata.is_some() {
                     return Err(de::Error::custom("\"__metadata__\" is defined twice"));

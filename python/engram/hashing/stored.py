@@ -1,0 +1,156 @@
+"""Hash constants that a checkpoint stores beside its table."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from engram._engram import CheckpointError
+from engram._errors import placed
+
+__all__ = ["StoredConstant", "stored_constants"]
+
+_NAME = re.compile(
+    r"(?:^|\.)layers\.(\d+)\.ple\.ple_embedding\.(?:ngram_embedding\.)?"
+    r"(layer_multipliers|(?:ngram_heads|head)_(?:vocab_sizes|offsets))$"
+)
+_ATTRIBUTE = {"multipliers": "multipliers", "sizes": "head_sizes", "offsets": "head_offsets"}
+_DTYPES = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+_MAX_HEADER = 100_000_000
+
+
+class StoredConstant(NamedTuple):
+    """One stored tensor.
+
+    Attributes:
+        attribute: The attribute of [`QwenHash`][engram.hashing.QwenHash] that it must equal.
+        values: Its values, in order.
+        tensor: Its name.
+        path: The file that holds it.
+    """
+
+    attribute: str
+    values: tuple[int, ...]
+    tensor: str
+    path: Path
+
+
+def stored_constants(directory: Path, layer: int) -> list[StoredConstant]:
+    """Multipliers, head sizes and head offsets that the files store for a decoder layer.
+
+    Indexed names win; only where the index names none are the headers of other files read.
+
+    Raises:
+        FileNotFoundError: The index names a file that is not there.
+        CheckpointError: The index or a header is malformed, or a constant is not made of integers.
+    """
+    indexed = _indexed(directory)
+    wanted = {tensor: file for tensor, file in indexed.items() if _matches(tensor, layer)}
+    if wanted:
+        files = sorted(set(wanted.values()))
+    else:
+        files = sorted(set(directory.glob("*.safetensors")) - set(indexed.values()))
+    found: list[StoredConstant] = []
+    for file in files:
+        header, start = _header(file)
+        for tensor in header:
+            if wanted.get(tensor) == file if wanted else _matches(tensor, layer):
+                found.append(_constant(file, tensor, header[tensor], start))
+    missing = sorted(set(wanted) - {constant.tensor for constant in found})
+    if missing:
+        raise placed(
+            CheckpointError(
+                f"the index places {missing[0]} in {wanted[missing[0]]}, which does not contain it"
+            ),
+            path=str(wanted[missing[0]]),
+        )
+    return sorted(found, key=lambda constant: constant.tensor)
+
+
+def _matches(tensor: str, layer: int) -> bool:
+    match = _NAME.search(tensor)
+    return match is not None and match[1] == str(layer)
+
+
+def _indexed(directory: Path) -> dict[str, Path]:
+    """Where the index, if there is one, places each tensor."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return {}
+    try:
+        weight_map: Any = json.loads(index.read_bytes())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise placed(
+            CheckpointError(f"{index} has no weight_map of names: {error!r}"), path=str(index)
+        ) from None
+    for file in set(names.values()):
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts:
+            raise placed(
+                CheckpointError(f"{index} points outside its directory: {file!r}"), path=str(index)
+            )
+    return {tensor: directory / file for tensor, file in names.items()}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file, and where their data begin."""
+    with file.open("rb") as stream:
+        size = file.stat().st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise placed(
+                CheckpointError(
+                    f"{file}: header of {length} bytes in a file of {size} (at most {_MAX_HEADER})"
+                ),
+                path=str(file),
+            )
+        try:
+            header: object = json.loads(stream.read(length))
+        except ValueError as error:
+            raise placed(
+                CheckpointError(f"{file}: the header is not JSON: {error}"), path=str(file)
+            ) from None
+    if not isinstance(header, dict):
+        raise placed(CheckpointError(f"{file}: the header is no JSON object"), path=str(file))
+    tensors = cast("dict[str, Any]", header)
+    tensors.pop("__metadata__", None)
+    return tensors, 8 + length
+
+
+def _constant(file: Path, tensor: str, entry: Any, start: int) -> StoredConstant:
+    try:
+        dtype, shape = entry["dtype"], [int(length) for length in entry["shape"]]
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise placed(
+            CheckpointError(f"{file}: malformed header entry of {tensor}"), path=str(file)
+        ) from None
+    if dtype not in _DTYPES:
+        raise placed(
+            CheckpointError(f"{file}: {tensor} is {dtype}; hash constants are I64"), path=str(file)
+        )
+    nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
+    if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
+        raise placed(
+            CheckpointError(
+                f"{file}: {tensor} of shape {shape} has {nbytes} bytes, but its range has "
+                f"{end - begin}"
+            ),
+            path=str(file),
+        )
+    with file.open("rb") as stream:
+        stream.seek(start + begin)
+        data = stream.read(nbytes)
+    if len(data) != nbytes:
+        raise placed(
+            CheckpointError(f"{file} is truncated: it ends inside {tensor}"), path=str(file)
+        )
+    values = np.frombuffer(data, _DTYPES[dtype])
+    attribute = next(name for end, name in _ATTRIBUTE.items() if tensor.endswith(end))
+    return StoredConstant(attribute, tuple(values.tolist()), tensor, file)
