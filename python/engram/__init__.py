@@ -41,6 +41,7 @@ __all__ = [
     "hasher",
     "model_has_engram_layers",
     "new_groups",
+    "open_storage",
     "tables",
 ]
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from engram.hashing import TokenHistory, gather_tokens, hasher
     from engram.parallel import Groups, Shard, new_groups
     from engram.quant import Dequantizer, dequantize
+    from engram.storage import open_storage
     from engram.views import ViewLoader
 
 _LAZY: dict[str, str] = {
@@ -66,6 +68,7 @@ _LAZY: dict[str, str] = {
     "hasher": "engram.hashing",
     "model_has_engram_layers": "engram.config",
     "new_groups": "engram.parallel",
+    "open_storage": "engram.storage",
 }
 """Public names by the module they are loaded from on first use."""
 

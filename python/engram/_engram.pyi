@@ -1,7 +1,7 @@
 """Native half of engram."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,12 @@ class CheckpointError(ValueError):
     offset: int | None
 
 class HostBuffer:
-    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
+    def __new__(cls, nbytes: int, huge_pages: bool = False, *, fd: int | None = None) -> Self: ...
+    @property
+    def capacity(self) -> int: ...
+    def prefault(self, offset: int, nbytes: int) -> None: ...
+    def collapse(self, offset: int, nbytes: int) -> None: ...
+    def place(self, nodes: Sequence[int], interleave: bool) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -67,6 +72,34 @@ def gather_tokens(
     pad_id: int | None,
 ) -> None: ...
 def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...
+def configured_tables(config: str) -> list[dict[str, Any]]: ...
+
+@final
+class Hosted:
+    def __new__(
+        cls,
+        buffer: HostBuffer,
+        table: str,
+        rows: int,
+        first_row: int,
+        held: int,
+        planes: Sequence[tuple[int, int]],
+        threads: int | None = None,
+    ) -> Hosted: ...
+    def gather(self, ids: Any, out: Any, pad_id: int | None = None) -> None: ...
+    def gather_planes(
+        self, ids: Any, targets: Sequence[tuple[Any, int, int]], pad_id: int | None = None
+    ) -> None: ...
+
+def load_rows(
+    reader: Reader,
+    first_row: int,
+    rows: int,
+    targets: Sequence[tuple[Any, int]],
+    progress: Callable[[int, int], Any] | None,
+) -> None: ...
+def huge_page_bytes(address: int, nbytes: int) -> tuple[int, int]: ...
+def memory_bytes() -> tuple[int, int]: ...
 def table_of(name: str) -> str | None: ...
 def bind_views(
     views: Sequence[tuple[str, str, Sequence[int], int]],

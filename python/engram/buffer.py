@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from engram import _engram
+from engram.pinning import Pinning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class HostBuffer(_engram.HostBuffer):
@@ -16,53 +20,51 @@ class HostBuffer(_engram.HostBuffer):
 
     Args:
         nbytes: Bytes to allocate; exactly as many are used, rounded up to a page by the kernel.
-        huge_pages: Advise the kernel to use huge pages. A refusal is no error: `huge_pages` of the
-            buffer says whether the advice was taken.
+        huge_pages: Advise the kernel to use huge pages; the memory is then rounded up to one of
+            those. A refusal is no error: `huge_pages` of the buffer says whether the advice was
+            taken.
+        fd: Descriptor of a file of at least `nbytes` bytes to map, shared with others who map it,
+            instead of private memory. It may be closed afterwards.
 
     Attributes:
         nbytes: Bytes asked for.
+        capacity: Bytes that the memory really has.
         address: Address of the first byte, a multiple of the page size.
     """
 
-    _unregister: weakref.finalize[Any, Any] | None = None
+    _pinning: Pinning | None = None
 
-    def pin(self) -> HostBuffer:
-        """Registers the memory with CUDA, so that copies from it to a device can overlap work.
+    def pin(self, progress: Callable[[int, int], Any] | None = None) -> HostBuffer:
+        """Registers the memory with CUDA, so that devices read it and copies can overlap work.
+
+        It is registered in segments; one that fails undoes the ones before.
+
+        Args:
+            progress: Called with `(bytes_done, bytes_total)` after each segment.
 
         Returns:
             The buffer itself.
 
         Raises:
-            RuntimeError: torch has no CUDA here, or the driver refused, with its reason.
+            RuntimeError: torch has no CUDA here, or the driver refused, with its reason, or took
+                too long.
         """
-        if self._unregister is not None or self.nbytes == 0:
-            return self
-        import torch
-
-        if not torch.cuda.is_available():
-            raise RuntimeError("cannot pin host memory: torch finds no CUDA device here")
-        runtime = cast("Any", torch.cuda.cudart())
-        status = int(runtime.cudaHostRegister(self.address, self.nbytes, 0))
-        if status != 0:
-            # The failure is sticky in the runtime until read; left there, it would be reported by
-            # the next unrelated kernel launch.
-            reason = runtime.cudaGetErrorString(runtime.cudaError(status))
-            _clear_last_error(runtime)
-            raise RuntimeError(f"CUDA refused to pin {self.nbytes} bytes: {reason}")
-        self._unregister = weakref.finalize(self, runtime.cudaHostUnregister, self.address)
+        if self._pinning is None and self.nbytes > 0:
+            self._pinning = Pinning(self.address, self.capacity, progress=progress)
+            weakref.finalize(self, self._pinning.close)
         return self
+
+    def unpin(self) -> None:
+        """Takes the registration back. Devices must have finished with the memory."""
+        if self._pinning is not None:
+            self._pinning.close()
+            self._pinning = None
 
     @property
     def is_pinned(self) -> bool:
         """Whether the memory is registered with CUDA."""
-        return self._unregister is not None
+        return self._pinning is not None
 
     def __repr__(self) -> str:
         pinned = ", pinned" if self.is_pinned else ""
         return f"<engram.HostBuffer of {self.nbytes} bytes at {self.address:#x}{pinned}>"
-
-
-def _clear_last_error(runtime: Any) -> None:
-    read = getattr(runtime, "cudaGetLastError", None)
-    if read is not None:
-        read()

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from engram import _engram
-from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
+from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import placed
-from engram.buffer import HostBuffer
-from engram.rows import Rows
-from engram.table import PlaneInfo, Planes, TableInfo, tables
+from engram._targets import PlaneTargets, allocate, targets
+from engram.table import Planes, TableInfo, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
 Advice = Literal["auto", "random", "normal"]
 
-_PlaneTargets = list[tuple[Any, int, int]]
-"""Per plane: writable memory, byte offset of its first row, bytes from one row to the next."""
-
-_Request = tuple[_engram.Reader, "NDArray[np.int64]", _PlaneTargets, int | None]
+_Request = tuple[_engram.Reader, "NDArray[np.int64]", PlaneTargets, int | None]
 """Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
 
 
@@ -111,7 +107,6 @@ class FileGather:
         self._path = path
         self._native = native
         self._info = TableInfo.from_native(native.table())
-        self._single = self.planes[0] if len(self.planes) == 1 else None
 
     @classmethod
     def over(cls, native: _engram.Reader) -> FileGather:
@@ -192,29 +187,10 @@ class FileGather:
         return (self._native, flat, self._targets(rows, flat.shape, flat.size), pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
-        made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
-        return Rows(**made) if self._single is None else made[self._single.name]
+        return allocate(self.planes, shape, torch_like=torch_like)
 
-    def _targets(self, out: Any, shape: tuple[int, ...], count: int) -> _PlaneTargets:
-        planes = self.planes
-        if isinstance(out, HostBuffer):
-            needed = planes.nbytes(count)
-            if out.nbytes < needed:
-                raise placed(
-                    ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
-                )
-            return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
-        if self._single is not None:
-            plane = self._single
-            return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
-        if isinstance(out, Rows):
-            return [
-                (byte_view(out[plane.name], plane, shape, f"out.{plane.name}"), 0, plane.row_bytes)
-                for plane in planes
-            ]
-        view = byte_view(out, _all_planes(planes), shape)
-        stride = self.row_bytes
-        return [(view, sum(plane.before), stride) for plane in planes]
+    def _targets(self, out: Any, shape: tuple[int, ...], count: int) -> PlaneTargets:
+        return targets(self.planes, out, shape, count)
 
     def prefetch(self, ids: Any) -> None:
         """Starts reading rows that will be wanted soon into the page cache; returns at once.
@@ -347,12 +323,6 @@ class FileGather:
             f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} "
             f"bytes ({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
         )
-
-
-def _all_planes(planes: Planes) -> PlaneInfo:
-    """The planes of a row side by side, as one plane of bytes."""
-    row_bytes = sum(plane.row_bytes for plane in planes)
-    return PlaneInfo("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
 
 
 def _require_table(table: object) -> None:

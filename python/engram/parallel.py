@@ -226,7 +226,7 @@ def new_groups(
             f"{tensor_size * data_size}, but {len(members)} ranks take part"
         )
     hosts: list[Any] = [None] * world_size
-    distributed.all_gather_object(hosts, host or _host())
+    distributed.all_gather_object(hosts, host or host_name())
     replicas = [
         members[first : first + tensor_size] for first in range(0, len(members), tensor_size)
     ]
@@ -306,7 +306,8 @@ def _group_rank(group: Any) -> int:
     return 0 if group is None else group.rank()
 
 
-def _host() -> str:
+def host_name() -> str:
+    """What this machine is called, the same for every container on it."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

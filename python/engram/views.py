@@ -30,6 +30,8 @@ from engram._errors import placed
 from engram.gather import FileGather
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engram.gather import Advice, Io
 
 __all__ = ["ViewLoader"]
@@ -154,13 +156,9 @@ class ViewLoader:
         if not self._views and self._bound:
             raise placed(RuntimeError("the table is bound already; weights are loaded once"))
         views = [(name, *_describe(name, tensor)) for name, tensor in self._views.items()]
-        try:
-            native = _engram.bind_views(
-                views, self._num_rows, self._config, table, io, threads, advice, max_mapped_bytes
-            )
-        except ValueError as error:
-            self._name_pinned(error)
-            raise
+        native = _engram.bind_views(
+            views, self._num_rows, self._config, table, io, threads, advice, max_mapped_bytes
+        )
         gather = FileGather.over(native)
         if gather.info.name in self._bound:
             raise placed(RuntimeError(f"table {gather.info.name!r} is bound already"))
@@ -173,14 +171,9 @@ class ViewLoader:
         }
         return gather
 
-    def _name_pinned(self, error: ValueError) -> None:
-        """Adds that a refused tensor is pinned: mappings of a driver look like any other."""
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return
-        for name, tensor in self._views.items():
-            if repr(name).strip("'") in str(error) and is_torch(tensor) and tensor.is_pinned():
-                error.add_note(f"tensor {name!r} lies in pinned host memory")
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Names and tensors of the views kept and not yet bound."""
+        return iter(self._views.items())
 
     def __len__(self) -> int:
         """Views kept and not yet bound."""
@@ -201,8 +194,7 @@ def _table_key(name: str) -> str:
 
 def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
     """Safetensors dtype, shape and address of a contiguous tensor in host memory."""
-    known = isinstance(tensor, np.ndarray)
-    tensor = cast("Any", tensor)
+    kind = type(cast("object", tensor))
     if is_torch(tensor):
         if tensor.device.type != "cpu":
             raise placed(
@@ -211,13 +203,21 @@ def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
                     "CPU. Load the table's tensors with device='cpu'"
                 )
             )
+        if _is_pinned(tensor):
+            raise placed(
+                ValueError(
+                    f"tensor {name!r} is backed by pinned host memory, not by a checkpoint file: "
+                    "its loader made a copy of it. Hand over the views that safetensors' safe_open "
+                    "gives, or open the checkpoint by its path: engram.FileGather(path)"
+                )
+            )
         contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
-    elif known:
+    elif issubclass(kind, np.ndarray):
         contiguous, address = tensor.flags.c_contiguous, tensor.__array_interface__["data"][0]
     else:
         raise placed(
             TypeError(
-                f"tensor {name!r} is a {type(tensor).__name__}; pass a CPU torch tensor or a NumPy "
+                f"tensor {name!r} is a {kind.__name__}; pass a CPU torch tensor or a NumPy "
                 "array, such as safe_open(...).get_tensor(name) gives"
             )
         )
@@ -226,7 +226,14 @@ def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _SAFETENSORS:
         raise placed(TypeError(f"tensor {name!r} has dtype {dtype}, which safetensors has not"))
-    return _SAFETENSORS[dtype], tuple(tensor.shape), address
+    shape: tuple[int, ...] = tuple(tensor.shape)
+    return _SAFETENSORS[dtype], shape, address
+
+
+def _is_pinned(tensor: Any) -> bool:
+    """Whether CUDA knows the memory, where this process uses CUDA at all."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and cuda.is_initialized() and tensor.is_pinned()
 
 
 def _expectation(given: Any) -> tuple[int | None, str | None]:
@@ -236,10 +243,24 @@ def _expectation(given: Any) -> tuple[int | None, str | None]:
         if rows < 1:
             raise placed(ValueError(f"num_rows={rows} must be at least 1"))
         return rows, None
+    return None, configuration_text(given)
+
+
+def configuration_text(given: Any) -> str:
+    """A model's configuration as JSON.
+
+    Args:
+        given: A transformers configuration, vLLM's `ModelConfig`, the content of a `config.json` as
+            a mapping, or its path or directory.
+
+    Raises:
+        TypeError: None of these.
+        FileNotFoundError: There is no such file.
+    """
     if isinstance(given, str | os.PathLike):
         path = Path(cast("Any", given))
         path = path / "config.json" if path.is_dir() else path
-        return None, path.read_text()
+        return path.read_text()
     config: Any = getattr(given, "hf_config", given)
     to_dict = getattr(config, "to_dict", None)
     if callable(to_dict):
@@ -247,8 +268,8 @@ def _expectation(given: Any) -> tuple[int | None, str | None]:
     if not isinstance(config, Mapping):
         raise placed(
             TypeError(
-                "config_or_num_rows must be a number of rows, a model configuration, its mapping "
-                f"or the path of its config.json, not {type(given).__name__}"
+                "expected a number of rows, a model configuration, its mapping or the path of its "
+                f"config.json, not {type(given).__name__}"
             )
         )
-    return None, json.dumps(dict(cast("Mapping[str, Any]", config)), default=str)
+    return json.dumps(dict(cast("Mapping[str, Any]", config)), default=str)

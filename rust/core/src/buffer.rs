@@ -14,58 +14,132 @@
 
 use std::io;
 use std::marker::PhantomData;
+use std::ops::Range;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 
-use memmap2::{Advice, MmapMut};
+use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 
 use crate::error::{Error, Result};
 
+/// Bytes of a huge page; memory that is to be made of them begins and ends on multiples.
+pub const HUGE_PAGE: usize = 2 << 20;
+
 /// Host memory that starts on a page boundary and never moves.
 ///
-/// The memory is an anonymous private mapping: zeroed, allocated to exactly the size asked for
-/// (rounded up to one page by the kernel), and suited to direct I/O and to registration with an
-/// accelerator driver.
+/// Private memory is anonymous: zeroed, allocated to exactly the size asked for (rounded up to one
+/// page by the kernel, or to one huge page where those are asked for), and suited to direct I/O and
+/// to registration with an accelerator driver. Shared memory is that of a file, which other
+/// processes may map too.
 #[derive(Debug)]
 pub struct HostBuffer {
-    map: MmapMut,
+    map: Mapping,
+    /// Where the buffer begins in its mapping.
+    start: usize,
+    len: usize,
     huge_pages: bool,
+}
+
+#[derive(Debug)]
+enum Mapping {
+    Private(MmapMut),
+    Shared(MmapRaw),
+}
+
+/// Which memory nodes pages come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NodePolicy {
+    /// The nodes given, others when those are full.
+    Prefer,
+    /// The nodes given, in turn.
+    Interleave,
 }
 
 impl HostBuffer {
     /// Allocates `bytes` zeroed bytes. With `huge_pages` the kernel is advised to back them with
     /// huge pages; a refusal is not an error, [`HostBuffer::huge_pages`] says what happened.
     pub fn new(bytes: usize, huge_pages: bool) -> Result<Self> {
-        let map = MmapMut::map_anon(bytes.max(1)).map_err(|error| Error::Io {
+        let refuse = |errno| Error::Io {
             doing: format!("cannot allocate {bytes} bytes of host memory"),
-            errno: error.raw_os_error().unwrap_or(libc::ENOMEM),
+            errno,
             place: Box::default(),
-        })?;
-        let huge_pages = huge_pages && Self::advise_huge(&map).is_ok();
-        Ok(Self { map, huge_pages })
+        };
+        // Address space is reserved, not memory: only pages that are touched count.
+        let (len, reserved) = if huge_pages {
+            let len = bytes.max(1).checked_next_multiple_of(HUGE_PAGE);
+            let reserved = len.and_then(|len| len.checked_add(HUGE_PAGE));
+            len.zip(reserved).ok_or_else(|| refuse(libc::ENOMEM))?
+        } else {
+            (bytes.max(1), bytes.max(1))
+        };
+        let map = MmapMut::map_anon(reserved)
+            .map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
+        let start = if huge_pages {
+            (map.as_ptr() as usize).next_multiple_of(HUGE_PAGE) - map.as_ptr() as usize
+        } else {
+            0
+        };
+        let mut buffer = Self {
+            map: Mapping::Private(map),
+            start,
+            len,
+            huge_pages: false,
+        };
+        buffer.huge_pages = huge_pages && buffer.advise_huge().is_ok();
+        Ok(buffer)
     }
 
-    #[cfg(target_os = "linux")]
-    fn advise_huge(map: &MmapMut) -> io::Result<()> {
-        map.advise(Advice::HugePage)
+    /// Maps the first `bytes` bytes of `file` for reading and writing, shared with whoever else
+    /// maps it. The file must have at least as many.
+    pub fn shared(file: BorrowedFd<'_>, bytes: usize) -> Result<Self> {
+        let map = MmapOptions::new()
+            .len(bytes.max(1))
+            .map_raw(file.as_raw_fd())
+            .map_err(|error| Error::Io {
+                doing: format!("cannot map {bytes} bytes of shared memory"),
+                errno: error.raw_os_error().unwrap_or(libc::ENOMEM),
+                place: Box::default(),
+            })?;
+        Ok(Self {
+            len: map.len(),
+            map: Mapping::Shared(map),
+            start: 0,
+            huge_pages: false,
+        })
     }
 
-    #[cfg(not(target_os = "linux"))]
-    fn advise_huge(_map: &MmapMut) -> io::Result<()> {
+    fn advise_huge(&self) -> io::Result<()> {
+        #[cfg(target_os = "linux")]
+        return self.advise(Advice::HugePage, 0..self.len);
+        #[cfg(not(target_os = "linux"))]
         Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Gives advice for `bytes` of the buffer.
+    fn advise(&self, advice: Advice, bytes: Range<usize>) -> io::Result<()> {
+        let (start, length) = (self.start + bytes.start, bytes.end - bytes.start);
+        match &self.map {
+            Mapping::Private(map) => map.advise_range(advice, start, length),
+            Mapping::Shared(map) => map.advise_range(advice, start, length),
+        }
     }
 
     /// Address of the first byte; constant for the buffer's life.
     pub fn address(&self) -> *mut u8 {
-        self.map.as_ptr().cast_mut()
+        let base = match &self.map {
+            Mapping::Private(map) => map.as_ptr().cast_mut(),
+            Mapping::Shared(map) => map.as_mut_ptr(),
+        };
+        base.wrapping_add(self.start)
     }
 
     /// Bytes usable from [`HostBuffer::address`] on.
     pub fn len(&self) -> usize {
-        self.map.len()
+        self.len
     }
 
     /// Whether the buffer holds no bytes (never true: the smallest mapping is one byte).
     pub fn is_empty(&self) -> bool {
-        self.map.is_empty()
+        self.len == 0
     }
 
     /// Whether the kernel accepted the advice to use huge pages.
@@ -74,8 +148,121 @@ impl HostBuffer {
     }
 
     /// The bytes, for the one owner that reads and writes them.
+    ///
+    /// # Panics
+    /// For shared memory, which has no one owner.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        &mut self.map
+        match &mut self.map {
+            Mapping::Private(map) => &mut map[self.start..self.start + self.len],
+            Mapping::Shared(_) => unreachable!("shared memory is reached by address only"),
+        }
+    }
+
+    /// Whole pages of `bytes`, which must lie in the buffer.
+    fn pages(&self, bytes: &Range<usize>) -> io::Result<Range<usize>> {
+        if bytes.start > bytes.end || bytes.end > self.len {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let page = rustix::param::page_size();
+        Ok(bytes.start / page * page..bytes.end)
+    }
+
+    /// Makes the kernel give memory for `bytes` now, as if they were written to; the contents stay.
+    pub fn prefault(&self, bytes: Range<usize>) -> io::Result<()> {
+        let bytes = self.pages(&bytes)?;
+        #[cfg(target_os = "linux")]
+        match self.advise(Advice::PopulateWrite, bytes.clone()) {
+            // Kernels before 5.14 do not know the advice.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            outcome => return outcome,
+        }
+        for offset in bytes.step_by(rustix::param::page_size()) {
+            let byte = self.address().wrapping_add(offset);
+            // SAFETY: `pages` keeps the offset inside the buffer, which is mapped for writing.
+            // Writing back what was read changes nothing, unless somebody writes meanwhile: the
+            // caller prefaults memory that nobody else uses yet.
+            unsafe { byte.write_volatile(byte.read_volatile()) };
+        }
+        Ok(())
+    }
+
+    /// Makes huge pages of the ordinary ones of `bytes`, where the kernel finds room. May take
+    /// long: a part at a time leaves the caller in control. Needs Linux 6.1.
+    pub fn collapse(&self, bytes: Range<usize>) -> io::Result<()> {
+        #[cfg(target_os = "linux")]
+        {
+            const MADV_COLLAPSE: libc::c_int = 25;
+            let bytes = self.pages(&bytes)?;
+            // SAFETY: the range lies in the buffer, and the advice moves pages without changing
+            // what is in them.
+            let result = unsafe {
+                libc::madvise(
+                    self.address().wrapping_add(bytes.start).cast(),
+                    bytes.end - bytes.start,
+                    MADV_COLLAPSE,
+                )
+            };
+            if result == 0 {
+                Ok(())
+            } else {
+                Err(io::Error::last_os_error())
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        {
+            let _ = bytes;
+            Err(io::ErrorKind::Unsupported.into())
+        }
+    }
+
+    /// Says which memory nodes the buffer's pages come from, for pages touched from now on; those
+    /// that are there already stay where they are.
+    pub fn place(&self, nodes: &[u32], policy: NodePolicy) -> io::Result<()> {
+        #[cfg(target_os = "linux")]
+        {
+            const MPOL_INTERLEAVE: libc::c_ulong = 3;
+            const MPOL_PREFERRED: libc::c_ulong = 1;
+            const MPOL_PREFERRED_MANY: libc::c_ulong = 5;
+            const BITS: u32 = libc::c_ulong::BITS;
+            let Some(&last) = nodes.iter().max() else {
+                return Err(io::ErrorKind::InvalidInput.into());
+            };
+            let words = usize::try_from(last / BITS + 1).unwrap_or(usize::MAX);
+            let mut mask: Vec<libc::c_ulong> = vec![0; words];
+            for &node in nodes {
+                mask[usize::try_from(node / BITS).unwrap_or(0)] |= 1 << (node % BITS);
+            }
+            let mode = match (policy, nodes.len()) {
+                (NodePolicy::Interleave, _) => MPOL_INTERLEAVE,
+                (NodePolicy::Prefer, 1) => MPOL_PREFERRED,
+                (NodePolicy::Prefer, _) => MPOL_PREFERRED_MANY,
+            };
+            let page = rustix::param::page_size();
+            // SAFETY: the range is this buffer's own mapping, and `mask` has as many bits as said
+            // (the kernel counts one more than it reads). The policy decides where pages come
+            // from, not what is in them.
+            let result = unsafe {
+                libc::syscall(
+                    libc::SYS_mbind,
+                    self.address(),
+                    self.len.next_multiple_of(page),
+                    mode,
+                    mask.as_ptr(),
+                    mask.len() * BITS as usize + 1,
+                    0_usize,
+                )
+            };
+            if result == 0 {
+                Ok(())
+            } else {
+                Err(io::Error::last_os_error())
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        {
+            let _ = (nodes, policy);
+            Err(io::ErrorKind::Unsupported.into())
+        }
     }
 }
 
@@ -170,6 +357,32 @@ impl<'a> PlaneSink<'a> {
         self.base.wrapping_add(position * self.stride)
     }
 
+    /// Addresses from the first row to the end of the last.
+    pub(crate) fn addresses(&self) -> Range<usize> {
+        let start = self.base as usize;
+        let length = match self.rows {
+            0 => 0,
+            rows => (rows - 1) * self.stride + self.row_bytes,
+        };
+        start..start + length
+    }
+
+    /// Lets `fill` write the rows at `positions`, which lie without gaps.
+    ///
+    /// # Panics
+    /// If there are gaps between rows, or not as many rows.
+    pub(crate) fn fill<T>(&self, positions: Range<usize>, fill: impl FnOnce(&mut [u8]) -> T) -> T {
+        assert_eq!(self.stride, self.row_bytes, "rows lie without gaps");
+        assert!(positions.start <= positions.end && positions.end <= self.rows);
+        let start = self.base.wrapping_add(positions.start * self.stride);
+        let length = (positions.end - positions.start) * self.stride;
+        // SAFETY: the rows lie in the sink's memory, without gaps, as asserted; no two threads are
+        // given the same positions (see the module documentation), and nothing else refers to the
+        // memory while the sink lives. It comes from the kernel or an allocator outside Rust, so
+        // its bytes count as initialised.
+        fill(unsafe { std::slice::from_raw_parts_mut(start, length) })
+    }
+
     /// Writes one row.
     #[inline]
     pub fn write(&self, position: usize, bytes: &[u8]) {
@@ -190,48 +403,4 @@ impl<'a> PlaneSink<'a> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn host_buffer_is_zeroed_page_aligned_and_writable() {
-        let mut buffer = HostBuffer::new(10_000, true).unwrap();
-        assert_eq!(buffer.address() as usize % rustix::param::page_size(), 0);
-        assert!(buffer.as_mut_slice().iter().all(|&byte| byte == 0));
-        buffer.as_mut_slice()[9_999] = 7;
-        assert_eq!(buffer.as_mut_slice()[9_999], 7);
-        assert!(buffer.len() >= 10_000);
-    }
-
-    #[test]
-    fn sinks_write_only_their_rows() {
-        let mut memory = vec![9_u8; 20];
-        {
-            let sink = PlaneSink::new(&mut memory, 1, 6, 4, 3).unwrap();
-            sink.write(0, &[1, 1, 1, 1]);
-            sink.zero(2);
-        }
-        assert_eq!(
-            memory,
-            [9, 1, 1, 1, 1, 9, 9, 9, 9, 9, 9, 9, 9, 0, 0, 0, 0, 9, 9, 9]
-        );
-    }
-
-    #[test]
-    fn sinks_that_do_not_fit_are_refused() {
-        let mut memory = vec![0_u8; 20];
-        assert!(PlaneSink::new(&mut memory, 0, 4, 4, 6).is_err());
-        assert!(PlaneSink::new(&mut memory, 1, 4, 4, 5).is_err());
-        assert!(PlaneSink::new(&mut memory, 0, 4, 5, 2).is_err());
-        assert!(PlaneSink::new(&mut memory, 0, usize::MAX, 4, 3).is_err());
-        assert!(PlaneSink::new(&mut memory, 0, 4, 4, 5).is_ok());
-        assert!(PlaneSink::new(&mut memory, 99, 4, 4, 0).is_ok());
-    }
-
-    #[test]
-    #[should_panic(expected = "position 3 of 3")]
-    fn writing_past_the_last_row_panics() {
-        let mut memory = vec![0_u8; 12];
-        PlaneSink::new(&mut memory, 0, 4, 4, 3).unwrap().zero(3);
-    }
-}
+mod tests;

@@ -90,6 +90,28 @@ pub fn available_memory() -> u64 {
     machine.min(memory_left(Path::new(MEMBERSHIP), Path::new(ROOT)))
 }
 
+/// Bytes of memory that this process could ever use: the machine's, or less where a group's limit
+/// is lower.
+pub fn memory_limit() -> u64 {
+    let machine = fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| meminfo(&text, "MemTotal:"))
+        .unwrap_or(u64::MAX);
+    machine.min(limit(Path::new(MEMBERSHIP), Path::new(ROOT)))
+}
+
+fn limit(membership: &Path, root: &Path) -> u64 {
+    groups(membership, root, "memory")
+        .iter()
+        .filter_map(|group| limit_of(group))
+        .min()
+        .unwrap_or(u64::MAX)
+}
+
+fn limit_of(group: &Path) -> Option<u64> {
+    number(group, "memory.max").or_else(|| number(group, "memory.limit_in_bytes"))
+}
+
 fn meminfo(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find(|line| line.starts_with(key))?;
     line.split_whitespace()
@@ -103,8 +125,7 @@ fn memory_left(membership: &Path, root: &Path) -> u64 {
     groups(membership, root, "memory")
         .iter()
         .filter_map(|group| {
-            let limit =
-                number(group, "memory.max").or_else(|| number(group, "memory.limit_in_bytes"))?;
+            let limit = limit_of(group)?;
             let used = number(group, "memory.current")
                 .or_else(|| number(group, "memory.usage_in_bytes"))?;
             let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
@@ -186,6 +207,19 @@ mod tests {
             ],
         );
         assert_eq!(memory_left(&groups.membership(), groups.root.path()), 700);
+    }
+
+    #[test]
+    fn the_lowest_limit_of_all_parents_counts() {
+        let groups = Groups::new(
+            "3:memory:/a/b\n",
+            &[
+                ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("memory/a/memory.limit_in_bytes", "5000\n"),
+                ("memory/a/b/memory.limit_in_bytes", "7000\n"),
+            ],
+        );
+        assert_eq!(limit(&groups.membership(), groups.root.path()), 5000);
     }
 
     #[test]

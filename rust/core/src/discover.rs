@@ -15,11 +15,13 @@ use crate::checkpoint::{Checkpoint, Listing, TensorInfo};
 use crate::error::{Error, Result};
 use crate::table::{Encoding, Family, Piece, Plane, PlaneName, Table};
 
+mod configured;
 mod encoding;
 mod expected;
 mod join;
 mod names;
 
+pub use configured::configured_tables;
 pub use expected::expected_rows;
 pub use join::join;
 pub use names::{Group, group, table_of};

@@ -24,7 +24,7 @@ use crate::buffer::PlaneSink;
 use crate::cuts::Cuts;
 use crate::error::{Error, Result};
 use crate::reader::{Io, Reader};
-use crate::table::{Plane, Table};
+use crate::table::Plane;
 
 /// The sinks of one request, one per plane.
 pub type Sinks<'a> = SmallVec<[PlaneSink<'a>; 3]>;
@@ -187,14 +187,13 @@ fn check(request: &Request<'_, '_>) -> Result<u64> {
             )));
         }
     }
-    let padded = check_ids(table, request.ids, request.pad_id)?;
+    let padded = check_ids(&table.name, table.rows(), request.ids, request.pad_id)?;
     request.reader.stats().rows_padded.add(padded);
     Ok(padded)
 }
 
-/// Refuses ids outside `table`, naming the first; counts those that are the pad id.
-fn check_ids(table: &Table, ids: &[i64], pad_id: Option<i64>) -> Result<u64> {
-    let rows = table.rows();
+/// Refuses ids outside a table of `rows` rows, naming the first; counts those that are the pad id.
+pub(crate) fn check_ids(table: &str, rows: u64, ids: &[i64], pad_id: Option<i64>) -> Result<u64> {
     // A negative id is a huge unsigned one, so one comparison covers both ends; without a branch
     // per id the loop runs at several ids per cycle.
     let outside = ids.iter().filter(|&&id| id.cast_unsigned() >= rows).count();
@@ -210,7 +209,7 @@ fn check_ids(table: &Table, ids: &[i64], pad_id: Option<i64>) -> Result<u64> {
                 id: i128::from(id),
                 position,
                 rows,
-                table: table.name.clone(),
+                table: table.to_owned(),
             });
         }
     }

@@ -30,6 +30,8 @@ pub mod file;
 pub mod gather;
 pub mod hash;
 pub mod header;
+pub mod hosted;
+pub mod load;
 pub mod map;
 pub mod maps;
 pub mod plan;

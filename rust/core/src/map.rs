@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 
-use crate::buffer::PlaneSink;
+use crate::buffer::{HostBuffer, PlaneSink};
 
 /// A shared read-only mapping of a whole file.
 #[derive(Debug)]
@@ -75,15 +75,15 @@ impl Window {
     }
 }
 
-/// Address of one row inside a mapping, proven to lie in it.
+/// Address of one row inside a mapping or a buffer, proven to lie in it.
 #[derive(Debug, Clone, Copy)]
 pub struct RowAddress<'m> {
     address: *const u8,
-    map: PhantomData<&'m Map>,
+    map: PhantomData<&'m ()>,
 }
 
-// SAFETY: the address lies in a shared, read-only mapping that outlives 'm; reading it from another
-// thread is no different from reading it here.
+// SAFETY: the address lies in memory that outlives 'm and is only ever read through it; reading it
+// from another thread is no different from reading it here.
 unsafe impl Send for RowAddress<'_> {}
 // SAFETY: as for `Send`; a `RowAddress` has no interior state.
 unsafe impl Sync for RowAddress<'_> {}
@@ -94,6 +94,21 @@ impl RowAddress<'_> {
         address: std::ptr::null(),
         map: PhantomData,
     };
+}
+
+impl<'m> RowAddress<'m> {
+    /// Address of the `len` bytes at `offset` of a buffer, which must lie inside it.
+    #[inline]
+    pub(crate) fn in_buffer(buffer: &'m HostBuffer, offset: usize, len: usize) -> Self {
+        assert!(
+            offset <= buffer.len() && len <= buffer.len() - offset,
+            "row inside its buffer"
+        );
+        Self {
+            address: buffer.address().wrapping_add(offset),
+            map: PhantomData,
+        }
+    }
 }
 
 impl Map {
@@ -236,9 +251,9 @@ pub(crate) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: us
 fn copy_fixed<const BYTES: usize>(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
     assert_eq!(sink.row_bytes(), BYTES);
     for (index, row) in rows.iter().enumerate() {
-        // SAFETY: `RowAddress` lies in a live mapping for as many bytes as it was made for, the
-        // sink's row length; `PlaneSink::row` is valid for that many writes; the caller's memory
-        // and a file mapping that only engram knows cannot overlap.
+        // SAFETY: `RowAddress` lies in live memory for as many bytes as it was made for, the sink's
+        // row length; `PlaneSink::row` is valid for that many writes; the caller's memory cannot
+        // overlap a file mapping that only engram knows, and is checked not to overlap a buffer.
         unsafe { std::ptr::copy_nonoverlapping(row.address, sink.row(first + index), BYTES) };
     }
 }

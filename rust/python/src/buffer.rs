@@ -9,8 +9,10 @@
 )]
 
 use std::ffi::{c_int, c_void};
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::Arc;
 
-use engram_core::buffer::{HostBuffer as CoreBuffer, PlaneSink};
+use engram_core::buffer::{HostBuffer as CoreBuffer, NodePolicy, PlaneSink};
 use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::ffi;
@@ -21,19 +23,61 @@ use crate::errors::OrRaise as _;
 /// Page-aligned host memory at a fixed address.
 #[pyclass(subclass, frozen, weakref, module = "engram._engram")]
 pub(crate) struct HostBuffer {
-    memory: CoreBuffer,
+    pub(crate) memory: Arc<CoreBuffer>,
     nbytes: usize,
 }
 
 #[pymethods]
 impl HostBuffer {
     #[new]
-    #[pyo3(signature = (nbytes, huge_pages = false))]
-    fn new(py: Python<'_>, nbytes: usize, huge_pages: bool) -> PyResult<Self> {
+    #[pyo3(signature = (nbytes, huge_pages = false, *, fd = None))]
+    fn new(py: Python<'_>, nbytes: usize, huge_pages: bool, fd: Option<RawFd>) -> PyResult<Self> {
+        if fd.is_some_and(|fd| fd < 0) {
+            return Err(PyValueError::new_err("fd is not a file descriptor"));
+        }
         let memory = py
-            .detach(|| CoreBuffer::new(nbytes, huge_pages))
+            .detach(|| match fd {
+                None => CoreBuffer::new(nbytes, huge_pages),
+                Some(fd) => {
+                    // SAFETY: the descriptor is not negative, and used for this one call: a number
+                    // that is no open file's makes the kernel refuse.
+                    let file = unsafe { BorrowedFd::borrow_raw(fd) };
+                    CoreBuffer::shared(file, nbytes)
+                }
+            })
             .or_raise(py)?;
-        Ok(Self { memory, nbytes })
+        Ok(Self {
+            memory: Arc::new(memory),
+            nbytes,
+        })
+    }
+
+    /// Bytes the memory really has: whole huge pages where those were asked for.
+    #[getter]
+    fn capacity(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Makes the kernel give memory for a part of the buffer now.
+    fn prefault(&self, py: Python<'_>, offset: usize, nbytes: usize) -> PyResult<()> {
+        py.detach(|| self.memory.prefault(offset..offset.saturating_add(nbytes)))?;
+        Ok(())
+    }
+
+    /// Makes huge pages of a part of the buffer, where the kernel finds room.
+    fn collapse(&self, py: Python<'_>, offset: usize, nbytes: usize) -> PyResult<()> {
+        py.detach(|| self.memory.collapse(offset..offset.saturating_add(nbytes)))?;
+        Ok(())
+    }
+
+    /// Says which memory nodes pages come from that are touched from now on.
+    fn place(&self, nodes: Vec<u32>, interleave: bool) -> PyResult<()> {
+        let policy = if interleave {
+            NodePolicy::Interleave
+        } else {
+            NodePolicy::Prefer
+        };
+        Ok(self.memory.place(&nodes, policy)?)
     }
 
     #[getter]

@@ -46,10 +46,10 @@ impl TableArgument {
 pub(crate) struct Reader {
     reader: RwLock<Option<Arc<CoreReader>>>,
     /// Bytes of a row, per plane; kept outside the lock for use with the interpreter held.
-    plane_bytes: Vec<usize>,
+    pub(crate) plane_bytes: Vec<usize>,
 }
 
-fn closed() -> PyErr {
+pub(crate) fn closed() -> PyErr {
     PyValueError::new_err("this FileGather is closed; open a new one")
 }
 
@@ -59,7 +59,7 @@ thread_local! {
 }
 
 impl Reader {
-    fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
+    pub(crate) fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
         self.reader.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -394,13 +394,13 @@ pub(crate) fn gather_tokens(
 }
 
 /// Deadline and signals of one call.
-struct Interrupts {
+pub(crate) struct Interrupts {
     deadline: Option<Instant>,
     raised: Mutex<Option<PyErr>>,
 }
 
 impl Interrupts {
-    fn new(timeout: Option<f64>) -> PyResult<Self> {
+    pub(crate) fn new(timeout: Option<f64>) -> PyResult<Self> {
         let deadline = match timeout {
             None => None,
             Some(seconds) => {
@@ -431,7 +431,10 @@ impl Interrupts {
     }
 
     /// Looks for signals, then runs `body`; an exception from either is kept and stops the work.
-    fn attached(&self, body: impl FnOnce(Python<'_>) -> PyResult<()>) -> engram_core::Result<()> {
+    pub(crate) fn attached(
+        &self,
+        body: impl FnOnce(Python<'_>) -> PyResult<()>,
+    ) -> engram_core::Result<()> {
         Python::attach(|py| py.check_signals().and_then(|()| body(py))).map_err(|error| {
             *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             Error::Cancelled
@@ -439,7 +442,7 @@ impl Interrupts {
     }
 
     /// The outcome; an exception that a signal handler raised comes before ours.
-    fn raise<T>(self, py: Python<'_>, outcome: engram_core::Result<T>) -> PyResult<T> {
+    pub(crate) fn raise<T>(self, py: Python<'_>, outcome: engram_core::Result<T>) -> PyResult<T> {
         outcome.map_err(|error| {
             let raised = self
                 .raised

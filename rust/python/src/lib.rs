@@ -10,6 +10,7 @@ mod buffer;
 mod errors;
 mod gather;
 mod hash;
+mod hosted;
 mod stats;
 mod table;
 mod views;
@@ -31,7 +32,9 @@ mod _engram {
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]
-    use crate::table::tables;
+    use crate::hosted::{Hosted, huge_page_bytes, load_rows, memory_bytes};
+    #[pymodule_export]
+    use crate::table::{configured_tables, tables};
     #[pymodule_export]
     use crate::views::{bind_views, table_of};
 

@@ -82,3 +82,19 @@ pub(crate) fn describe<'py>(
     )?;
     Ok(dict)
 }
+
+/// The tables that a model's configuration, the text of a `config.json`, describes.
+#[pyfunction]
+pub(crate) fn configured_tables<'py>(
+    py: Python<'py>,
+    config: &str,
+) -> PyResult<Bound<'py, PyList>> {
+    let tables = py
+        .detach(|| discover::configured_tables(&discover::parse_config(config)?))
+        .or_raise(py)?;
+    let list = PyList::empty(py);
+    for table in &tables {
+        list.append(describe(py, table, &[PathBuf::new()])?)?;
+    }
+    Ok(list)
+}

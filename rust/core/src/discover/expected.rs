@@ -59,14 +59,16 @@ pub fn expected_rows(config: &Value, family: Family, layer: Option<u32>) -> Opti
 pub(super) fn row_dimension(joining: &Joining<'_>) -> Option<u64> {
     let config = joining.surroundings.config().map(Config)?;
     match joining.group.family {
-        Family::Qwen => {
-            let heads = qwen_heads(&config)?;
-            let embedded = config.number("ple_embed_dim")?;
-            (embedded.checked_rem(heads) == Some(0)).then(|| embedded / heads)
-        }
+        Family::Qwen => qwen_row_dimension(&config, config.number("ple_embed_dim")?),
         Family::DeepSeek => config.number("engram_head_dim"),
         Family::LongCat | Family::Gemma | Family::Plain => None,
     }
+}
+
+/// Values per row where all heads of a layer together have `embedded`.
+pub(super) fn qwen_row_dimension(config: &Config<'_>, embedded: u64) -> Option<u64> {
+    let heads = qwen_heads(config)?;
+    (embedded.checked_rem(heads) == Some(0)).then(|| embedded / heads)
 }
 
 /// The field by which a configuration says that the model has tables, with its value.
@@ -104,12 +106,12 @@ fn tensors(weights: &Sequence<'_>) -> String {
 pub(super) struct Config<'a>(pub(super) &'a Value);
 
 impl<'a> Config<'a> {
-    fn get(&self, key: &str) -> Option<&'a Value> {
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         let nested = self.0.get("text_config").and_then(|text| text.get(key));
         nested.or_else(|| self.0.get(key))
     }
 
-    fn rows(&self, family: Family, layer: Option<u32>) -> Option<u64> {
+    pub(super) fn rows(&self, family: Family, layer: Option<u32>) -> Option<u64> {
         match family {
             Family::Qwen => qwen_rows(self, layer?),
             Family::DeepSeek => deepseek_rows(self, layer?),
@@ -125,11 +127,11 @@ impl<'a> Config<'a> {
         }
     }
 
-    fn number(&self, key: &str) -> Option<u64> {
+    pub(super) fn number(&self, key: &str) -> Option<u64> {
         self.get(key)?.as_u64()
     }
 
-    fn numbers(&self, key: &str) -> Option<Vec<u64>> {
+    pub(super) fn numbers(&self, key: &str) -> Option<Vec<u64>> {
         self.get(key)?
             .as_array()?
             .iter()
@@ -228,7 +230,7 @@ fn embedders(joining: &Joining<'_>, config: &Config<'_>, weights: &Sequence<'_>)
 }
 
 /// How many embedders there are, and `m`.
-fn longcat_numbers(config: &Config<'_>) -> Option<(u64, u64)> {
+pub(super) fn longcat_numbers(config: &Config<'_>) -> Option<(u64, u64)> {
     let either = |new: &str, old: &str| config.get(new).or_else(|| config.get(old));
     let orders = either("emb_neighbor_num", "oe_neighbor_num")?.as_u64()?;
     let splits = either("emb_split_num", "oe_split_num")?.as_u64()?;

@@ -20,7 +20,7 @@ const AT_ONCE: u64 = 16;
 /// Ids are checked before anything starts. A read that fails is counted, not reported: the gather
 /// that wants the row will meet the same failure and name it.
 pub fn prefetch(reader: &Arc<Reader>, ids: Vec<i64>) -> Result<()> {
-    check_ids(reader.table(), &ids, None)?;
+    check_ids(&reader.table().name, reader.table().rows(), &ids, None)?;
     let stats = reader.stats();
     if ids.is_empty() || reader.mode().direct.is_some() {
         return Ok(());

@@ -92,7 +92,7 @@ fn line_breaks_in_names_are_read_back() {
 #[test]
 fn own_mappings_are_found() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
-    file.write_all(&[7; 20_000]).unwrap();
+    file.write_all(&vec![7; 20_000]).unwrap();
     let map = crate::map::Map::new(file.as_file(), 20_000).unwrap();
     let address = map.address() as u64;
     let found = Maps::read()

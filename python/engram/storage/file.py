@@ -1,0 +1,133 @@
+"""Tables that stay in the checkpoint's files."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from engram import _engram
+from engram._arrays import int64_ids
+from engram._targets import targets
+from engram.buffer import HostBuffer
+from engram.gather import FileGather
+from engram.storage.base import Progress, Storage, no_bytes
+from engram.storage.loading import bound_gather, require_same
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engram._targets import PlaneTargets
+    from engram.table import TableInfo
+
+__all__ = ["FileStorage"]
+
+
+class FileStorage(Storage):
+    """Rows gathered from files when they are wanted; the page cache is shared by all ranks.
+
+    Args:
+        info: The table.
+        device: The torch device that rows are staged for, or None.
+    """
+
+    placement = "file"
+
+    def __init__(self, info: TableInfo, *, device: Any = None) -> None:
+        super().__init__(info)
+        self._device = device
+        self._source: FileGather | None = None
+        self._owned = False
+        self._staging: HostBuffer | None = None
+        self._copied: Any = None
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def gather(self) -> FileGather:
+        """The open files."""
+        source = self._source
+        if source is None:
+            self._require_open()
+            raise AssertionError
+        return source
+
+    def _load(self, views: Any, progress: Progress | None) -> None:
+        self._owned = not isinstance(views, FileGather)
+        self._source = bound_gather(views, self.info)
+        require_same(self._source.info, self.info)
+
+    def own(self) -> None:
+        """Closes the files with the storage, which opened them itself."""
+        self._owned = True
+
+    def _gather(self, ids: NDArray[np.int64], into: PlaneTargets, pad_id: int | None) -> None:
+        native = self.gather._native  # pyright: ignore[reportPrivateUsage]
+        _engram.gather_many([(native, ids, into, pad_id)])
+
+    def _gather_bytes(
+        self, ids: NDArray[np.int64], out: NDArray[np.uint8], pad_id: int | None
+    ) -> None:
+        self.gather.gather(ids, out, pad_id=pad_id)
+
+    def _lookup_on_device(self, ids: Any, out: Any, pad_id: int | None) -> Any:
+        """Gathers on the host, which has to wait for the ids, and copies the rows over.
+
+        A server that knows its tokens on the host spares the wait with `engram.Stage`.
+        """
+        import torch
+
+        from engram.storage.device_rows import allocate_on, byte_targets
+
+        cuda: Any = torch.cuda
+        shape = tuple(ids.shape)
+        rows = allocate_on(self.planes, shape, ids.device) if out is None else out
+        views = byte_targets(self.planes, rows, shape, ids.device)
+        flat = int64_ids(ids.detach().reshape(-1).cpu())
+        on_cuda = ids.device.type == "cuda"
+        with self._one_at_a_time:
+            if self._copied is not None:
+                # The rows of the last call may still be on their way out of the staging memory.
+                self._copied.synchronize()
+            staging = self._staging_for(flat.size, pinned=on_cuda)
+            self._gather(flat, targets(self.planes, staging, flat.shape, flat.size), pad_id)
+            memory = torch.frombuffer(staging, dtype=torch.uint8)
+            for plane, view in zip(self.planes, views, strict=True):
+                start = plane.offset(flat.size)
+                part = memory[start : start + flat.size * plane.row_bytes]
+                view.copy_(part.reshape(view.shape), non_blocking=True)
+            if on_cuda:
+                self._copied = cuda.current_stream(ids.device).record_event()
+        return rows
+
+    def _staging_for(self, count: int, *, pinned: bool) -> HostBuffer:
+        needed = max(1, self.planes.nbytes(count))
+        staging = self._staging
+        if staging is None or staging.nbytes < needed:
+            # Twice the first size, so that slowly growing steps do not allocate every time.
+            staging = HostBuffer(needed if staging is None else 2 * needed)
+            if pinned:
+                staging.pin()
+            self._staging = staging
+        return staging
+
+    def _release(self) -> None:
+        source, self._source = self._source, None
+        staging, self._staging, self._copied = self._staging, None, None
+        if staging is not None:
+            staging.unpin()
+        if source is not None and self._owned:
+            source.close()
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the table in the files as `mapped`, and of staging memory as `pinned`."""
+        return {
+            **no_bytes(),
+            "mapped": 0 if self._source is None else self._source.nbytes,
+            "pinned": 0 if self._staging is None else self._staging.nbytes,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """As `Storage.stats`; adds `gather`, the counters of the open files."""
+        counters = None if self._source is None else self._source.stats()
+        return {**super().stats(), "gather": counters}

@@ -1,0 +1,170 @@
+"""A few processes of one server that agree on something, and notice who is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engram.storage.topology import Topology
+
+__all__ = ["Rendezvous", "identity", "store_of"]
+
+_distributed: Any = dist
+_PAUSE = 0.005
+
+_rounds: dict[str, int] = {}
+"""Meetings of each name so far. Every rank counts alike, so none takes an old note for a new."""
+
+
+def store_of(topology: Topology) -> Any:
+    """A store that all replicas of the server reach; None where none is known.
+
+    torch's default store does, if the default process group has a rank for every replica: servers
+    that run each replica in a process group of its own have to pass one.
+    """
+    if topology.store is not None:
+        return topology.store
+    if not _distributed.is_available() or not _distributed.is_initialized():
+        return None
+    ranks = (
+        topology.tensor_parallel_size
+        * topology.pipeline_parallel_size
+        * topology.data_parallel_size
+    )
+    if _distributed.get_world_size() < ranks:
+        return None
+    return _distributed.distributed_c10d._get_default_store()
+
+
+def identity() -> dict[str, Any]:
+    """Which process this is, for others on the machine to recognise."""
+    return {
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "processes": _link("/proc/self/ns/pid"),
+        "user": os.geteuid(),
+    }
+
+
+class Rendezvous:
+    """Notes that `size` processes leave for one another in a store.
+
+    Args:
+        store: A torch.distributed store.
+        name: What they meet for; the same everywhere.
+        rank: This process, from 0.
+        size: How many there are.
+        timeout: Seconds to wait for any note.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, timeout: float) -> None:
+        number = _rounds.get(name, 0)
+        _rounds[name] = number + 1
+        self._store = store
+        self._prefix = f"engram/{name}/{number}"
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._identities: list[dict[str, Any]] = []
+
+    def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """Leaves a note under this process's identity and collects everybody's.
+
+        From then on a process of the same machine that dies is noticed at once, not at the time
+        limit.
+
+        Args:
+            note: What to say; `host` names the machine.
+        """
+        notes = self.exchange("hello", {**identity(), **note})
+        if len({(note["host"], note["processes"]) for note in notes}) == 1:
+            self._identities = notes
+        return notes
+
+    def exchange(self, step: str, note: Any) -> list[Any]:
+        """Leaves a note for this step, and collects everybody's.
+
+        Raises:
+            TimeoutError: Some did not come; they are named.
+            RuntimeError: One died, or the store is gone.
+        """
+        self.post(step, note)
+        return [self.read(step, rank) for rank in range(self._size)]
+
+    def post(self, step: str, note: Any) -> None:
+        """Leaves a note for this step."""
+        self._ask(lambda: self._store.set(self._key(step, self._rank), json.dumps(note)))
+
+    def read(self, step: str, rank: int) -> Any:
+        """Another process's note for this step, once it is there.
+
+        Raises:
+            TimeoutError: It did not come.
+            RuntimeError: That process died, or the store is gone.
+        """
+        key = self._key(step, rank)
+        deadline = time.monotonic() + self._timeout
+        pause = _PAUSE
+        while not self._ask(lambda: self._store.check([key])):
+            if self._is_dead(rank) and not self._ask(lambda: self._store.check([key])):
+                raise RuntimeError(f"{self._name}: replica {rank} died ({step})")
+            if time.monotonic() >= deadline:
+                missing = [
+                    str(other)
+                    for other in range(self._size)
+                    if not self._ask(
+                        lambda other=other: self._store.check([self._key(step, other)])
+                    )
+                ]
+                raise TimeoutError(
+                    f"{self._name}: waited {self._timeout:g} s for replica "
+                    f"{', '.join(missing) or rank} ({step}); every replica must open the same "
+                    "tables in the same order"
+                )
+            time.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+        return json.loads(self._ask(lambda: self._store.get(key)))
+
+    def _key(self, step: str, rank: int) -> str:
+        return f"{self._prefix}/{step}/{rank}"
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except (RuntimeError, OSError, ValueError) as error:
+            raise RuntimeError(
+                f"{self._name}: the store that the replicas share does not answer; the process "
+                f"that keeps it may have died ({error})"
+            ) from error
+
+    def _is_dead(self, rank: int) -> bool:
+        if not self._identities or rank == self._rank:
+            return False
+        known = self._identities[rank]
+        return _started(known["pid"]) != known["started"]
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, which tells it from later ones of its number; None if it ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # A zombie still has an entry: it ended, but its parent has not asked for the outcome yet.
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""
