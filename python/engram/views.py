@@ -239,7 +239,7 @@ def _is_pinned(tensor: Any) -> bool:
 def _expectation(given: Any) -> tuple[int | None, str | None]:
     """The number of rows, or the text of the configuration that implies it."""
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
-        rows = operator.index(given)
+        rows = operator.index(cast("Any", given))
         if rows < 1:
             raise placed(ValueError(f"num_rows={rows} must be at least 1"))
         return rows, None

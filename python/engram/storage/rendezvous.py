@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engram.storage.topology import Topology
 
@@ -98,7 +98,8 @@ class Rendezvous:
             RuntimeError: One died, or the store is gone.
         """
         self.post(step, note)
-        return [self.read(step, rank) for rank in range(self._size)]
+        everybody = range(self._size)
+        return [self._await(step, rank, everybody) for rank in everybody]
 
     def post(self, step: str, note: Any) -> None:
         """Leaves a note for this step."""
@@ -111,20 +112,17 @@ class Rendezvous:
             TimeoutError: It did not come.
             RuntimeError: That process died, or the store is gone.
         """
+        return self._await(step, rank, [rank])
+
+    def _await(self, step: str, rank: int, expected: Sequence[int]) -> Any:
         key = self._key(step, rank)
         deadline = time.monotonic() + self._timeout
         pause = _PAUSE
-        while not self._ask(lambda: self._store.check([key])):
-            if self._is_dead(rank) and not self._ask(lambda: self._store.check([key])):
+        while not self._is_there(step, rank):
+            if self._is_dead(rank) and not self._is_there(step, rank):
                 raise RuntimeError(f"{self._name}: replica {rank} died ({step})")
             if time.monotonic() >= deadline:
-                missing = [
-                    str(other)
-                    for other in range(self._size)
-                    if not self._ask(
-                        lambda other=other: self._store.check([self._key(step, other)])
-                    )
-                ]
+                missing = [str(other) for other in expected if not self._is_there(step, other)]
                 raise TimeoutError(
                     f"{self._name}: waited {self._timeout:g} s for replica "
                     f"{', '.join(missing) or rank} ({step}); every replica must open the same "
@@ -133,6 +131,9 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(0.1, pause * 1.5)
         return json.loads(self._ask(lambda: self._store.get(key)))
+
+    def _is_there(self, step: str, rank: int) -> bool:
+        return self._ask(lambda: self._store.check([self._key(step, rank)]))
 
     def _key(self, step: str, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"
