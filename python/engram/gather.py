@@ -172,6 +172,7 @@ class FileGather:
             and out.dtype is UINT8
             and ids.dtype is INT64
             and ids.flags.c_contiguous
+            and ids.ndim > 0
         ):
             # A decode step with its buffers ready: nothing to convert, the native half checks.
             self._native.gather(ids, out, pad_id, timeout)
@@ -184,7 +185,8 @@ class FileGather:
         """What the native half takes for one table, and the rows that it will fill."""
         flat = int64_ids(ids)
         rows = self._allocate(flat.shape, torch_like=is_torch(ids)) if out is None else out
-        return (self._native, flat, self._targets(rows, flat.shape, flat.size), pad_id), rows
+        into = self._targets(rows, flat.shape, flat.size)
+        return (self._native, flat.reshape(-1), into, pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
         return allocate(self.planes, shape, torch_like=torch_like)

@@ -65,7 +65,8 @@ def state():
     """Names in shared memory, and bytes in use."""
     status = os.statvfs(SHARED_MEMORY)
     in_use = (status.f_blocks - status.f_bfree) * status.f_frsize
-    return {name for name in os.listdir(SHARED_MEMORY) if "engram" in name}, in_use
+    names = {path.name for path in SHARED_MEMORY.iterdir()}
+    return {name for name in names if "engram" in name}, in_use
 
 
 def main():

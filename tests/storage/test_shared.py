@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import engram
 
 
 def names_in_shared_memory():
-    return sorted(os.listdir("/dev/shm"))
+    return sorted(path.name for path in Path("/dev/shm").iterdir())
 
 
 def values(outcomes):

@@ -93,24 +93,26 @@ class Storage(ABC):
             and out.dtype is UINT8
             and ids.dtype is INT64
             and ids.flags.c_contiguous
+            and ids.ndim > 0
         ):
             # A decode step with its buffers ready: nothing to convert, the native half checks.
             self._gather_bytes(ids, out, pad_id)
             return out
         flat = int64_ids(ids)
         rows = allocate(self.planes, flat.shape, torch_like=is_torch(ids)) if out is None else out
-        self._gather(flat, targets(self.planes, rows, flat.shape, flat.size), pad_id)
+        into = targets(self.planes, rows, flat.shape, flat.size)
+        self._gather(flat.reshape(-1), into, pad_id)
         return rows
 
     @abstractmethod
     def _gather(self, ids: NDArray[np.int64], into: PlaneTargets, pad_id: int | None) -> None:
-        """Puts the rows of `ids`, on the host, where `into` says."""
+        """Puts the rows of `ids`, flat and on the host, where `into` says."""
 
     def _gather_bytes(
         self, ids: NDArray[np.int64], out: NDArray[np.uint8], pad_id: int | None
     ) -> None:
         """As `_gather`, into uint8 `[*ids.shape, row_bytes]`, planes side by side."""
-        self._gather(ids, targets(self.planes, out, ids.shape, ids.size), pad_id)
+        self._gather(ids.reshape(-1), targets(self.planes, out, ids.shape, ids.size), pad_id)
 
     @abstractmethod
     def _lookup_on_device(self, ids: Any, out: Any, pad_id: int | None) -> Any:
