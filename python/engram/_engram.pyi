@@ -5,6 +5,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 _Integers = NDArray[np.int64] | NDArray[np.int32]
 
@@ -17,6 +18,7 @@ class CheckpointError(ValueError):
     position: int | None
     offset: int | None
 
+@disjoint_base
 class HostBuffer:
     def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
     @property
