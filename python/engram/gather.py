@@ -187,6 +187,22 @@ class FileGather:
         stride = self.row_bytes
         return [(view, sum(plane.before), stride) for plane in planes]
 
+    def prefetch(self, ids: Any) -> None:
+        """Starts reading rows that will be wanted soon into the page cache; returns at once.
+
+        Rows believed resident are skipped. With `io="direct"` there is no cache to read into and
+        nothing is done. A read that fails is counted in `stats()`; the gather that wants the row
+        reports it.
+
+        Args:
+            ids: Row ids, as for `gather`.
+
+        Raises:
+            IndexError: An id outside `[0, num_rows)`.
+            TypeError: Ids that are no integers or live on a device.
+        """
+        self._native.prefetch(int64_ids(ids))
+
     def prewarm(self, max_bytes: int | None = None, progress: Any = None) -> int:
         """Reads the table into the page cache, sequentially, and maps it.
 

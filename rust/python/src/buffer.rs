@@ -105,6 +105,33 @@ pub(crate) fn read_ids(
     Ok(())
 }
 
+/// int64 memory that a Python object exports for ids to be written to.
+pub(crate) struct IdOutput(PyBuffer<i64>);
+
+impl IdOutput {
+    /// Borrows `object`; it must be writable and C-contiguous.
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::<i64>::get(object)
+            .map_err(|error| PyTypeError::new_err(format!("out must hold int64: {error}")))?;
+        if buffer.readonly() || !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err(
+                "out must be writable and C-contiguous",
+            ));
+        }
+        Ok(Self(buffer))
+    }
+
+    /// The places of the ids, in C order.
+    pub(crate) fn ids(&mut self) -> &mut [i64] {
+        // SAFETY: `new` checked that the memory is writable, contiguous, and made of aligned int64;
+        // the export keeps it alive while `self` is borrowed, and `&mut self` keeps this the only
+        // slice of it here. An empty buffer may have no address, hence the empty slice.
+        self.0
+            .as_slice_ptr()
+            .map_or(&mut [], |mut ids| unsafe { ids.as_mut() })
+    }
+}
+
 /// Memory that a Python object exports for writing.
 pub(crate) struct Output(PyUntypedBuffer);
 

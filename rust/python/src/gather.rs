@@ -6,12 +6,12 @@
 
 use std::cell::RefCell;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use engram_core::Error;
 use engram_core::discover::TableRef;
-use engram_core::gather::{Control, Request, gather};
+use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
 use engram_core::warm;
 use pyo3::buffer::PyBuffer;
@@ -21,6 +21,7 @@ use pyo3::types::PyDict;
 
 use crate::buffer::{Output, read_ids};
 use crate::errors::{OrRaise as _, to_py};
+use crate::hash::{Inputs, NgramHash, threads_for};
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -43,7 +44,7 @@ impl TableArgument {
 /// A table opened for reading.
 #[pyclass(frozen, weakref, module = "engram._engram")]
 pub(crate) struct Reader {
-    reader: RwLock<Option<CoreReader>>,
+    reader: RwLock<Option<Arc<CoreReader>>>,
     /// Bytes of a row, per plane; kept outside the lock for use with the interpreter held.
     plane_bytes: Vec<usize>,
 }
@@ -58,7 +59,7 @@ thread_local! {
 }
 
 impl Reader {
-    fn lock(&self) -> RwLockReadGuard<'_, Option<CoreReader>> {
+    fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
         self.reader.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -72,7 +73,7 @@ impl Reader {
     pub(crate) fn with<T: Send>(
         &self,
         py: Python<'_>,
-        body: impl Send + FnOnce(&CoreReader) -> engram_core::Result<T>,
+        body: impl Send + FnOnce(&Arc<CoreReader>) -> engram_core::Result<T>,
     ) -> PyResult<T> {
         py.detach(|| self.lock().as_ref().map(body))
             .ok_or_else(closed)?
@@ -113,7 +114,7 @@ impl Reader {
             .map(engram_core::table::Plane::row_bytes)
             .collect();
         Ok(Self {
-            reader: RwLock::new(Some(reader)),
+            reader: RwLock::new(Some(Arc::new(reader))),
             plane_bytes,
         })
     }
@@ -182,6 +183,13 @@ impl Reader {
         collected.into_dict(py)
     }
 
+    /// Starts reading rows that will be wanted soon; returns at once.
+    fn prefetch(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut flat = Vec::new();
+        read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
+        self.with(py, |reader| gather::prefetch(reader, flat))
+    }
+
     /// Reads the table into memory; returns the bytes made resident.
     fn prewarm(
         &self,
@@ -224,12 +232,14 @@ impl Reader {
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
-            drop(
-                self.reader
-                    .write()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .take(),
-            );
+            let taken = self
+                .reader
+                .write()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            if let Some(reader) = taken {
+                reader.close();
+            }
         });
     }
 
@@ -314,6 +324,62 @@ pub(crate) fn gather_many(
             .collect::<Option<Vec<_>>>()?;
         Some(interrupts.run(|control| gather(&requests, control)))
     });
+    interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+    Ok(())
+}
+
+/// Hashes a step's tokens and gathers the rows of their ids, which never leave this side.
+///
+/// `planes` is per plane of the table the memory with offset and stride, a place per id.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a step, and where its rows go")]
+pub(crate) fn gather_tokens(
+    py: Python<'_>,
+    hash: &NgramHash,
+    reader: &Reader,
+    tokens: &Bound<'_, PyAny>,
+    query_start_loc: Option<&Bound<'_, PyAny>>,
+    context: Option<&Bound<'_, PyAny>>,
+    planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
+    pad_id: Option<i64>,
+) -> PyResult<()> {
+    if planes.len() != reader.plane_bytes.len() {
+        return Err(PyValueError::new_err(format!(
+            "{} outputs for a table of {} planes",
+            planes.len(),
+            reader.plane_bytes.len()
+        )));
+    }
+    let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
+    let step = inputs.step(hash.core().context_len()).or_raise(py)?;
+    let count = step.tokens().len() * hash.core().heads().count();
+    let outputs = planes
+        .iter()
+        .map(|(out, _, _)| Output::new(out))
+        .collect::<PyResult<Vec<_>>>()?;
+    let mut sinks = engram_core::gather::Sinks::new();
+    for (((_, offset, stride), out), bytes) in planes.iter().zip(&outputs).zip(&reader.plane_bytes)
+    {
+        sinks.push(out.sink(py, *offset, *stride, *bytes, count)?);
+    }
+    let interrupts = Interrupts::new(None)?;
+    let mut ids = IDS.take();
+    ids.clear();
+    ids.resize(count, 0);
+    let outcome = py.detach(|| {
+        if let Err(error) = hash.core().ids(&step, &mut ids, threads_for(count)) {
+            return Some(Err(error));
+        }
+        let guard = reader.lock();
+        let request = Request {
+            reader: guard.as_ref()?,
+            ids: &ids,
+            sinks,
+            pad_id,
+        };
+        Some(interrupts.run(|control| gather(&[request], control)))
+    });
+    IDS.replace(ids);
     interrupts.raise(py, outcome.ok_or_else(closed)?)?;
     Ok(())
 }

@@ -10,7 +10,6 @@ mod buffer;
 mod errors;
 mod gather;
 mod hash;
-mod ints;
 mod stats;
 mod table;
 
@@ -27,7 +26,7 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gather::{Reader, drop_cache, gather_many};
+    use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]

@@ -95,7 +95,8 @@ pub(super) fn fill(
             way,
             control,
         };
-        if way.advised {
+        // A copy that may wait for a device cannot keep a deadline; a read can.
+        if way.advised && control.deadline.is_none() {
             round.advise_and_copy()?;
         } else {
             round.fetch(&mut deferred, report)?;
@@ -180,6 +181,35 @@ fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
     }
 }
 
+/// The engine that reads for `reader`; threads where a ring, once possible, is refused now.
+#[cfg(target_os = "linux")]
+pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
+    use crate::fetch::uring::{self, Uring};
+    if reader.mode().engine == Engine::Pool {
+        return Ok(Box::new(Pool));
+    }
+    match uring::acquire() {
+        Ok(ring) => Ok(Box::new(Uring::from(ring))),
+        Err(error) if reader.mode().asked != Io::Uring => {
+            reader.note_fallback(format!(
+                "io_uring refused later ({error}); threads read instead"
+            ));
+            Ok(Box::new(Pool))
+        }
+        Err(error) => Err(Error::Io {
+            doing: "io=\"uring\" cannot make a ring".to_owned(),
+            errno: error.raw_os_error().unwrap_or(libc::EIO),
+            place: Box::default(),
+        }),
+    }
+}
+
+/// As on Linux, where there are rings.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn engine(_reader: &Reader) -> Result<Box<dyn Fetch>> {
+    Ok(Box::new(Pool))
+}
+
 /// One round of reads.
 struct Round<'r> {
     lanes: &'r [Lane<'r>],
@@ -239,46 +269,13 @@ impl Round<'_> {
         let outcome = if reads.is_empty() {
             Ok(Cost::default())
         } else {
-            self.engine()?.fetch(&batch, &mut done, &mut idle)
+            engine(self.reader())?.fetch(&batch, &mut done, &mut idle)
         };
         let cost = outcome.map_err(|error| self.locate(error))?;
         report.reads += cost.reads;
         report.bytes_read += cost.bytes;
         self.charge(reads, cost, started);
         Ok(())
-    }
-
-    /// The engine that reads; threads where a ring, once possible, is refused now.
-    #[cfg(target_os = "linux")]
-    fn engine(&self) -> Result<Box<dyn Fetch>> {
-        use crate::fetch::uring::{self, Uring};
-        if self.way.engine == Engine::Pool {
-            return Ok(Box::new(Pool));
-        }
-        let reader = self
-            .lanes
-            .iter()
-            .find(|lane| Way::of(lane.reader) == self.way)
-            .map(|lane| lane.reader);
-        match (uring::acquire(), reader) {
-            (Ok(ring), _) => Ok(Box::new(Uring::from(ring))),
-            (Err(error), Some(reader)) if reader.mode().asked != Io::Uring => {
-                reader.note_fallback(format!(
-                    "io_uring refused later ({error}); threads read instead"
-                ));
-                Ok(Box::new(Pool))
-            }
-            (Err(error), _) => Err(Error::Io {
-                doing: "io=\"uring\" cannot make a ring".to_owned(),
-                errno: error.raw_os_error().unwrap_or(libc::EIO),
-                place: Box::default(),
-            }),
-        }
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn engine(&self) -> Result<Box<dyn Fetch>> {
-        Ok(Box::new(Pool))
     }
 
     /// Serves what the page cache holds with reads that do not wait, before any thread is woken.
@@ -322,6 +319,15 @@ impl Round<'_> {
             let residency = file.residency();
             residency.set(residency.pages_of(read.offset, u64::from(read.len)));
         }
+    }
+
+    /// A reader of this round; all of them are read alike.
+    fn reader(&self) -> &Reader {
+        let lane = self
+            .lanes
+            .iter()
+            .find(|lane| Way::of(lane.reader) == self.way);
+        lane.unwrap_or(&self.lanes[0]).reader
     }
 
     fn reader_of(&self, read: &Read) -> &Reader {
