@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from engram import _engram
+from engram._arguments import optional_number, path_text
 from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
-from engram._errors import placed
+from engram._errors import complete, placed
 from engram.buffer import HostBuffer
 from engram.rows import Rows
 from engram.table import Planes, TableInfo, tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
@@ -95,16 +100,19 @@ class FileGather:
                     f"cache_bytes={cache_bytes!r}: this version has no cache of rows; leave it at 0"
                 )
             )
-        _require_positive("threads", threads)
-        _require_positive("max_mapped_bytes", max_mapped_bytes)
-        if isinstance(table, bool) or not isinstance(table, str | int | None):
-            raise placed(
-                TypeError(f"table must be a name, an int or None, not {type(table).__name__}")
-            )
-        if isinstance(table, int) and table < 0:
-            raise placed(ValueError(f"table={table}: places in layer order count from 0"))
-        self._path = os.fspath(path)
-        self._native = _engram.Reader(self._path, table, io, threads, advice, max_mapped_bytes)
+        self._path = path_text(path)
+        arguments = (
+            _table_argument(table),
+            io,
+            optional_number("threads", threads),
+            advice,
+            optional_number("max_mapped_bytes", max_mapped_bytes),
+        )
+        try:
+            self._native = _engram.Reader(self._path, *arguments)
+        except Exception as error:
+            complete(error, path=self._path)
+            raise
         self._info = TableInfo.from_native(self._native.table())
         self._single = self.planes[0] if len(self.planes) == 1 else None
 
@@ -141,31 +149,37 @@ class FileGather:
             TimeoutError: The timeout passed.
             OSError: A read failed, with errno, path, offset and row.
         """
-        if (
-            type(out) is np.ndarray
-            and type(ids) is np.ndarray
-            and out.dtype is UINT8
-            and ids.dtype is INT64
-            and ids.flags.c_contiguous
-        ):
-            # A decode step with its buffers ready: nothing to convert, the native half checks.
-            self._native.gather(ids, out, pad_id, timeout)
-            return out
-        torch_like = is_torch(ids)
-        flat = int64_ids(ids)
-        shape = flat.shape
-        if out is None:
-            out = self._allocate(shape, torch_like=torch_like)
-        targets = self._targets(out, shape, flat.size)
-        _engram.gather_many([(self._native, flat, targets, pad_id)], timeout)
+        try:
+            if (
+                type(out) is np.ndarray
+                and type(ids) is np.ndarray
+                and out.dtype is UINT8
+                and ids.dtype is INT64
+                and ids.flags.c_contiguous
+                and ids.ndim
+            ):
+                # A decode step with its buffers ready: nothing to convert, the native half checks.
+                self._native.gather(ids, out, pad_id, timeout)
+                return out
+            flat, shape = int64_ids(ids, self._info)
+            if out is None:
+                out = self._allocate(shape, torch_like=is_torch(ids))
+            request = (self._native, flat, self._targets(out, shape), pad_id)
+            _engram.gather_many([request], timeout)
+        except OverflowError:
+            raise _out_of_range(self._info.name, pad_id, timeout) from None
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
         return out
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
         made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
         return Rows(**made) if self._single is None else made[self._single.name]
 
-    def _targets(self, out: Any, shape: tuple[int, ...], count: int) -> _PlaneTargets:
+    def _targets(self, out: Any, shape: tuple[int, ...]) -> _PlaneTargets:
         planes = self.planes
+        count = math.prod(shape)
         if isinstance(out, HostBuffer):
             needed = planes.nbytes(count)
             if out.nbytes < needed:
@@ -173,14 +187,18 @@ class FileGather:
                     ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
                 )
             return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
+        if isinstance(out, Rows):
+            return [
+                (
+                    byte_view(_plane_of(out, plane.name), plane, shape, f"out.{plane.name}"),
+                    0,
+                    plane.row_bytes,
+                )
+                for plane in planes
+            ]
         if self._single is not None:
             plane = self._single
             return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
-        if isinstance(out, Rows):
-            return [
-                (byte_view(out[plane.name], plane, shape, f"out.{plane.name}"), 0, plane.row_bytes)
-                for plane in planes
-            ]
         view = byte_view(out, _all_planes(planes), shape)
         stride = self.row_bytes
         return [(view, sum(plane.before), stride) for plane in planes]
@@ -195,8 +213,7 @@ class FileGather:
         Returns:
             Bytes of the table made resident.
         """
-        _require_positive("max_bytes", max_bytes)
-        return self._native.prewarm(max_bytes, progress)
+        return self._native.prewarm(optional_number("max_bytes", max_bytes), progress)
 
     def residency(self) -> Residency:
         """Asks the kernel how much of the table is in memory.
@@ -279,6 +296,17 @@ class FileGather:
         """Whether `close` was called."""
         return self._native.is_closed
 
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise placed(
+            TypeError("a FileGather holds open files: open the path again where it is needed"),
+            table=self._info.name,
+        )
+
     def __enter__(self) -> FileGather:
         """Returns the gather itself."""
         return self
@@ -309,13 +337,45 @@ def _all_planes(planes: Planes) -> Any:
     return type(first)("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
 
 
-def _require_positive(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise placed(ValueError(f"{name}={value!r} must be an integer or None"))
-    if value < 1:
-        raise placed(ValueError(f"{name}={value} must be at least 1, or None"))
+def _plane_of(rows: Rows, name: str) -> Any:
+    if name not in rows.keys():
+        raise placed(ValueError(f"out has no plane {name!r}; rows of this table have one"))
+    return rows[name]
+
+
+def _table_argument(table: Any) -> str | int | None:
+    if table is None or isinstance(table, str):
+        return table
+    try:
+        place = None if isinstance(table, bool) else operator.index(table)
+    except TypeError:
+        place = None
+    if place is None:
+        raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
+    if place < 0:
+        raise placed(ValueError(f"table={place}: places in layer order count from 0"))
+    # No checkpoint has so many tables: the native half lists the choices.
+    return min(place, sys.maxsize)
+
+
+def _require_gathers(gathers: Any) -> Iterable[FileGather]:
+    for gather in gathers:
+        if not isinstance(gather, FileGather):
+            raise placed(
+                TypeError(
+                    f"a TableSet is made of a path or FileGathers, not {type(gather).__name__}"
+                )
+            )
+    return gathers
+
+
+def _out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
+    return placed(
+        ValueError(
+            f"pad_id={pad_id!r} or timeout={timeout!r} is out of range: a pad_id has 64 bits"
+        ),
+        table=table,
+    )
 
 
 def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
@@ -330,8 +390,9 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     Raises:
         OSError: A file cannot be opened or synced.
     """
-    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
-    return _engram.drop_cache([os.fspath(path) for path in paths])
+    one = isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable)
+    paths = [cast("Any", files)] if one else list(files)
+    return _engram.drop_cache([path_text(path) for path in paths])
 
 
 class TableSet:
@@ -349,16 +410,26 @@ class TableSet:
         *,
         io: Io = "auto",
     ) -> None:
-        if isinstance(source, str | os.PathLike):
-            self._gathers = {
-                info.name: FileGather(source, info.name, io=io) for info in tables(source)
-            }
+        if isinstance(source, str | bytes | os.PathLike):
+            path = path_text(source)
+            self._gathers = {info.name: FileGather(path, info.name, io=io) for info in tables(path)}
             if not self._gathers:
-                raise placed(ValueError(f"{os.fspath(source)} holds no n-gram or per-layer table"))
-        elif hasattr(source, "keys"):
-            self._gathers = dict(cast("Mapping[str, FileGather]", source))
+                raise placed(ValueError(f"{path} holds no n-gram or per-layer table"), path=path)
+            return
+        pairs: list[tuple[str, Any]]
+        if isinstance(source, Mapping):
+            pairs = list(source.items())
         else:
-            self._gathers = {gather.info.name: gather for gather in source}
+            pairs = [(gather.info.name, gather) for gather in _require_gathers(source)]
+        self._gathers = dict(pairs)
+        _require_gathers(self._gathers.values())
+        if len(self._gathers) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise placed(
+                ValueError(
+                    f"two tables have one name in {names}: pass a mapping with names for them"
+                )
+            )
 
     def gather(
         self,
@@ -380,25 +451,36 @@ class TableSet:
             Rows per table name, in the order of `ids`.
 
         Raises:
-            KeyError: A name that is no table of this set; the names are listed.
+            ValueError: A name that is no table of this set; the names are listed.
             Exception: As `FileGather.gather` does.
         """
-        requests: list[tuple[Any, Any, _PlaneTargets, int | None]] = []
-        rows: dict[str, Any] = {}
+        if not isinstance(ids, Mapping) or not isinstance(out, Mapping | None):
+            raise placed(TypeError("ids and out map table names to ids and to where rows go"))
         given = out or {}
         for name in (*ids, *given):
             if name not in self._gathers:
-                raise KeyError(f"no table {name!r} in this set; it has {list(self._gathers)}")
-        for name, wanted in ids.items():
-            gather = self._gathers[name]
-            flat = int64_ids(wanted)
-            target = given.get(name)
-            if target is None:
-                target = gather._allocate(flat.shape, torch_like=is_torch(wanted))
-            targets = gather._targets(target, flat.shape, flat.size)
-            requests.append((gather._native, flat, targets, pad_id))
-            rows[name] = target
-        _engram.gather_many(requests, timeout)
+                raise placed(
+                    ValueError(f"no table {name!r} in this set; it has {list(self._gathers)}")
+                )
+        requests: list[tuple[Any, Any, _PlaneTargets, int | None]] = []
+        rows: dict[str, Any] = {}
+        name = None
+        try:
+            for name, wanted in ids.items():
+                gather = self._gathers[name]
+                flat, shape = int64_ids(wanted, gather.info)
+                target = given.get(name)
+                if target is None:
+                    target = gather._allocate(shape, torch_like=is_torch(wanted))
+                requests.append((gather._native, flat, gather._targets(target, shape), pad_id))
+                rows[name] = target
+            name = None
+            _engram.gather_many(requests, timeout)
+        except OverflowError:
+            raise _out_of_range(None, pad_id, timeout) from None
+        except Exception as error:
+            complete(error, table=name)
+            raise
         return rows
 
     @property
@@ -410,6 +492,16 @@ class TableSet:
         """Closes every table of the set."""
         for gather in self._gathers.values():
             gather.close()
+
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise placed(
+            TypeError("a TableSet holds open files: open the path again where it is needed")
+        )
 
     def __enter__(self) -> TableSet:
         """Returns the set itself."""
@@ -426,3 +518,8 @@ class TableSet:
 
     def __repr__(self) -> str:
         return f"<engram.TableSet of {len(self._gathers)} tables: {list(self._gathers)}>"
+
+
+if hasattr(os, "register_at_fork"):
+    # Calls that were running at a fork run on in the parent only.
+    os.register_at_fork(after_in_child=_engram.after_fork)
