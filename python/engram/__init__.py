@@ -36,6 +36,7 @@ __all__ = [
     "__version__",
     "dequantize",
     "drop_cache",
+    "gather_tokens",
     "hasher",
     "model_has_engram_layers",
     "new_groups",
@@ -45,7 +46,7 @@ __all__ = [
 if TYPE_CHECKING:
     from engram.config import EngramConfig, model_has_engram_layers
     from engram.exchange import ReadOncePerNode, ShardedLookup
-    from engram.hashing import TokenHistory, hasher
+    from engram.hashing import TokenHistory, gather_tokens, hasher
     from engram.parallel import Groups, Shard, new_groups
     from engram.quant import Dequantizer, dequantize
 
@@ -58,6 +59,7 @@ _LAZY: dict[str, str] = {
     "ShardedLookup": "engram.exchange",
     "TokenHistory": "engram.hashing",
     "dequantize": "engram.quant",
+    "gather_tokens": "engram.hashing",
     "hasher": "engram.hashing",
     "model_has_engram_layers": "engram.config",
     "new_groups": "engram.parallel",

@@ -25,6 +25,11 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_numpy(value: object) -> bool:
+    """Whether `value` is a numpy array; it keeps its static type, which `isinstance` would blur."""
+    return isinstance(value, np.ndarray)
+
+
 def int64_ids(ids: Any, table: TableInfo) -> tuple[NDArray[np.int64], tuple[int, ...]]:
     """Ids as a one-dimensional C-contiguous int64 array, and their shape.
 
@@ -41,26 +46,27 @@ def int64_ids(ids: Any, table: TableInfo) -> tuple[NDArray[np.int64], tuple[int,
         if ids.device.type != "cpu":
             raise placed(
                 TypeError(
-                    f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage copies "
-                    "tokens from the device once per step and computes ids on the host"
+                    f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage "
+                    "copies tokens from the device once per step and computes ids on the host"
                 ),
                 table=table.name,
             )
         ids = ids.detach().numpy()
-    array = np.asarray(ids)
+    array: NDArray[Any] = np.asarray(ids)
     if array.dtype != INT64:
-        if array.size == 0 and not isinstance(ids, np.ndarray) and array.dtype == np.float64:
-            return np.empty(0, INT64), array.shape  # An empty list has no dtype of its own.
+        written_out = not is_numpy(ids)
+        if written_out and array.size == 0 and array.dtype == np.float64:
+            return np.empty(0, np.int64), array.shape  # An empty list has no dtype of its own.
         if array.dtype.kind not in "iu":
-            if not isinstance(ids, np.ndarray):
+            if written_out:
                 _refuse_huge(np.asarray(ids, object), table)
             raise placed(
                 TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)"),
                 table=table.name,
             )
-        if array.dtype.kind == "u" and array.dtype.itemsize == 8:
+        if array.dtype.kind == "u" and array.dtype.itemsize == INT64.itemsize:
             _refuse_huge(array, table)
-    return np.ascontiguousarray(array, INT64).reshape(-1), array.shape
+    return np.ascontiguousarray(array, np.int64).reshape(-1), array.shape
 
 
 def _refuse_huge(array: NDArray[Any], table: TableInfo) -> None:
@@ -112,7 +118,7 @@ def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "o
             )
         expected = {torch_dtype(plane.stored_dtype): plane.row_shape}
         expected[sys.modules["torch"].uint8] = (plane.row_bytes,)
-    elif isinstance(out, np.ndarray):
+    elif is_numpy(out):
         expected = {plane.dtype: plane.row_shape, UINT8: (plane.row_bytes,)}
     else:
         raise placed(
@@ -125,8 +131,8 @@ def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "o
     if row_shape is None:
         raise placed(
             TypeError(
-                f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: uint8). "
-                "engram.dequantize converts gathered rows to values"
+                f"{what} has dtype {out.dtype}; rows of this table are {plane.dtype} (or bytes: "
+                "uint8). engram.dequantize converts gathered rows to values"
             )
         )
     if tuple(out.shape) != (*shape, *row_shape):

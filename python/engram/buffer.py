@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Self, cast
 
 from engram import _engram
 from engram._arguments import whole_number
@@ -28,7 +28,7 @@ class HostBuffer(_engram.HostBuffer):
 
     _unregister: weakref.finalize[Any, Any] | None = None
 
-    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer:  # noqa: FBT001, FBT002
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self:  # noqa: FBT001, FBT002
         """Allocates.
 
         Raises:
@@ -52,7 +52,7 @@ class HostBuffer(_engram.HostBuffer):
 
         if not torch.cuda.is_available():
             raise placed(RuntimeError("cannot pin host memory: torch finds no CUDA device here"))
-        runtime: Any = torch.cuda.cudart()
+        runtime = cast("Any", torch.cuda.cudart())
         status = int(runtime.cudaHostRegister(self.address, self.nbytes, 0))
         if status != 0:
             # The failure is sticky in the runtime until read; left there, it would be reported by

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import sys
@@ -18,17 +17,22 @@ from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram.buffer import HostBuffer
 from engram.rows import Rows
-from engram.table import Planes, TableInfo, tables
+from engram.table import PlaneInfo, Planes, TableInfo, tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
+
+    from numpy.typing import NDArray
 
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
 Advice = Literal["auto", "random", "normal"]
 
 _PlaneTargets = list[tuple[Any, int, int]]
 """Per plane: writable memory, byte offset of its first row, bytes from one row to the next."""
+
+_Request = tuple[_engram.Reader, "NDArray[np.int64]", _PlaneTargets, int | None]
+"""Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +165,27 @@ class FileGather:
                 # A decode step with its buffers ready: nothing to convert, the native half checks.
                 self._native.gather(ids, out, pad_id, timeout)
                 return out
-            flat, shape = int64_ids(ids, self._info)
-            if out is None:
-                out = self._allocate(shape, torch_like=is_torch(ids))
-            request = (self._native, flat, self._targets(out, shape), pad_id)
+            request, rows = self._request(ids, out, pad_id)
             _engram.gather_many([request], timeout)
         except OverflowError:
             raise _out_of_range(self._info.name, pad_id, timeout) from None
         except Exception as error:
             complete(error, table=self._info.name)
             raise
-        return out
+        return rows
+
+    def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[_Request, Any]:
+        """What the native half takes for one table, and the rows that it will fill."""
+        flat, shape = int64_ids(ids, self._info)
+        rows = self._allocate(shape, torch_like=is_torch(ids)) if out is None else out
+        return (self._native, flat, self._targets(rows, shape, flat.size), pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
         made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
         return Rows(**made) if self._single is None else made[self._single.name]
 
-    def _targets(self, out: Any, shape: tuple[int, ...]) -> _PlaneTargets:
+    def _targets(self, out: Any, shape: tuple[int, ...], count: int) -> _PlaneTargets:
         planes = self.planes
-        count = math.prod(shape)
         if isinstance(out, HostBuffer):
             needed = planes.nbytes(count)
             if out.nbytes < needed:
@@ -188,12 +194,10 @@ class FileGather:
                 )
             return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
         if isinstance(out, Rows):
+            if absent := [plane.name for plane in planes if plane.name not in out.keys()]:  # noqa: SIM118
+                raise placed(ValueError(f"out has no plane {absent[0]!r}; this table has one"))
             return [
-                (
-                    byte_view(_plane_of(out, plane.name), plane, shape, f"out.{plane.name}"),
-                    0,
-                    plane.row_bytes,
-                )
+                (byte_view(out[plane.name], plane, shape, f"out.{plane.name}"), 0, plane.row_bytes)
                 for plane in planes
             ]
         if self._single is not None:
@@ -202,6 +206,26 @@ class FileGather:
         view = byte_view(out, _all_planes(planes), shape)
         stride = self.row_bytes
         return [(view, sum(plane.before), stride) for plane in planes]
+
+    def prefetch(self, ids: Any) -> None:
+        """Starts reading rows that will be wanted soon into the page cache; returns at once.
+
+        Rows believed resident are skipped. With `io="direct"` there is no cache to read into and
+        nothing is done. A read that fails is counted in `stats()`; the gather that wants the row
+        reports it.
+
+        Args:
+            ids: Row ids, as for `gather`.
+
+        Raises:
+            IndexError: An id outside `[0, num_rows)`.
+            TypeError: Ids that are no integers or live on a device.
+        """
+        try:
+            self._native.prefetch(int64_ids(ids, self._info)[0])
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
 
     def prewarm(self, max_bytes: int | None = None, progress: Any = None) -> int:
         """Reads the table into the page cache, sequentially, and maps it.
@@ -230,7 +254,7 @@ class FileGather:
             calls, rows, bytes and reads; `"seconds"` holds latency distributions of the phases
             `plan`, `copy` and `fetch` and of whole calls.
         """
-        return cast("dict[str, Any]", self._native.stats())
+        return self._native.stats()
 
     def close(self) -> None:
         """Closes the files once running calls have ended; later calls raise ValueError."""
@@ -325,22 +349,15 @@ class FileGather:
         size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**30 else f"{self.nbytes} bytes"
         count = len(self.files)
         return (
-            f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} bytes "
-            f"({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
+            f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} "
+            f"bytes ({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
         )
 
 
-def _all_planes(planes: Planes) -> Any:
+def _all_planes(planes: Planes) -> PlaneInfo:
     """The planes of a row side by side, as one plane of bytes."""
     row_bytes = sum(plane.row_bytes for plane in planes)
-    first = planes[0]
-    return type(first)("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
-
-
-def _plane_of(rows: Rows, name: str) -> Any:
-    if name not in rows.keys():
-        raise placed(ValueError(f"out has no plane {name!r}; rows of this table have one"))
-    return rows[name]
+    return PlaneInfo("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
 
 
 def _table_argument(table: Any) -> str | int | None:
@@ -356,17 +373,6 @@ def _table_argument(table: Any) -> str | int | None:
         raise placed(ValueError(f"table={place}: places in layer order count from 0"))
     # No checkpoint has so many tables: the native half lists the choices.
     return min(place, sys.maxsize)
-
-
-def _require_gathers(gathers: Any) -> Iterable[FileGather]:
-    for gather in gathers:
-        if not isinstance(gather, FileGather):
-            raise placed(
-                TypeError(
-                    f"a TableSet is made of a path or FileGathers, not {type(gather).__name__}"
-                )
-            )
-    return gathers
 
 
 def _out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
@@ -390,9 +396,25 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     Raises:
         OSError: A file cannot be opened or synced.
     """
-    one = isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Iterable)
-    paths = [cast("Any", files)] if one else list(files)
+    given: Any = files
+    one = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
+    paths: list[Any] = [given] if one else list(cast("Iterable[Any]", given))
     return _engram.drop_cache([path_text(path) for path in paths])
+
+
+def _require_gathers(gathers: object) -> list[FileGather]:
+    one = not isinstance(gathers, Iterable)
+    several: list[Any] = [gathers] if one else list(cast("Iterable[Any]", gathers))
+    for gather in several:
+        if not isinstance(gather, FileGather):
+            kind = type(gather).__name__
+            raise placed(TypeError(f"a TableSet is made of a path or FileGathers, not {kind}"))
+    return several
+
+
+def _require_mapping(what: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise placed(TypeError(f"{what} must map table names, not be a {type(value).__name__}"))
 
 
 class TableSet:
@@ -415,21 +437,17 @@ class TableSet:
             self._gathers = {info.name: FileGather(path, info.name, io=io) for info in tables(path)}
             if not self._gathers:
                 raise placed(ValueError(f"{path} holds no n-gram or per-layer table"), path=path)
-            return
-        pairs: list[tuple[str, Any]]
-        if isinstance(source, Mapping):
-            pairs = list(source.items())
+        elif isinstance(source, Mapping):
+            self._gathers = dict(source)
+            _require_gathers(self._gathers.values())
         else:
-            pairs = [(gather.info.name, gather) for gather in _require_gathers(source)]
-        self._gathers = dict(pairs)
-        _require_gathers(self._gathers.values())
-        if len(self._gathers) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise placed(
-                ValueError(
-                    f"two tables have one name in {names}: pass a mapping with names for them"
+            gathers = _require_gathers(source)
+            self._gathers = {gather.info.name: gather for gather in gathers}
+            if len(self._gathers) < len(gathers):
+                names = [gather.info.name for gather in gathers]
+                raise placed(
+                    ValueError(f"tables of one name in {names}: pass a mapping with other names")
                 )
-            )
 
     def gather(
         self,
@@ -454,26 +472,23 @@ class TableSet:
             ValueError: A name that is no table of this set; the names are listed.
             Exception: As `FileGather.gather` does.
         """
-        if not isinstance(ids, Mapping) or not isinstance(out, Mapping | None):
-            raise placed(TypeError("ids and out map table names to ids and to where rows go"))
-        given = out or {}
+        given: Mapping[str, Any] = {} if out is None else out
+        _require_mapping("ids", ids)
+        _require_mapping("out", given)
         for name in (*ids, *given):
             if name not in self._gathers:
                 raise placed(
                     ValueError(f"no table {name!r} in this set; it has {list(self._gathers)}")
                 )
-        requests: list[tuple[Any, Any, _PlaneTargets, int | None]] = []
+        requests: list[_Request] = []
         rows: dict[str, Any] = {}
         name = None
         try:
             for name, wanted in ids.items():
-                gather = self._gathers[name]
-                flat, shape = int64_ids(wanted, gather.info)
-                target = given.get(name)
-                if target is None:
-                    target = gather._allocate(shape, torch_like=is_torch(wanted))
-                requests.append((gather._native, flat, gather._targets(target, shape), pad_id))
-                rows[name] = target
+                request, rows[name] = self._gathers[name]._request(  # pyright: ignore[reportPrivateUsage]
+                    wanted, given.get(name), pad_id
+                )
+                requests.append(request)
             name = None
             _engram.gather_many(requests, timeout)
         except OverflowError:
@@ -499,9 +514,7 @@ class TableSet:
         Raises:
             TypeError: Always.
         """
-        raise placed(
-            TypeError("a TableSet holds open files: open the path again where it is needed")
-        )
+        raise placed(TypeError("a TableSet holds open files: open it again where it is needed"))
 
     def __enter__(self) -> TableSet:
         """Returns the set itself."""

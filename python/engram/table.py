@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from engram import _engram
 from engram._arguments import path_text
@@ -81,10 +81,10 @@ class Planes(tuple[PlaneInfo, ...]):
     __slots__ = ()
 
     @overload
-    def __getitem__(self, key: str) -> PlaneInfo: ...
+    def __getitem__(self, key: str | SupportsIndex, /) -> PlaneInfo: ...
     @overload
-    def __getitem__(self, key: Any) -> Any: ...
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: slice, /) -> tuple[PlaneInfo, ...]: ...
+    def __getitem__(self, key: str | SupportsIndex | slice, /) -> PlaneInfo | tuple[PlaneInfo, ...]:
         """The plane at a position, or of that name."""
         if isinstance(key, str):
             for plane in self:

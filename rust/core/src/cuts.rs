@@ -3,6 +3,10 @@
 //! [`Plane::span`](crate::table::Plane::span) gives file and offset; copying a resident row needs
 //! an address and two residency bits, millions of times a second. This is the same arithmetic with
 //! the mapping and the bits of each piece at hand.
+#![expect(
+    clippy::inline_always,
+    reason = "a call costs as much as the few instructions it would run, once per row"
+)]
 
 use std::sync::Arc;
 
@@ -25,7 +29,7 @@ struct Cut {
 /// The pieces of a mapped plane.
 #[derive(Debug)]
 pub(crate) struct Cuts {
-    cuts: Vec<Cut>,
+    pieces: Vec<Cut>,
     reciprocal: u64,
     row_bytes: usize,
 }
@@ -41,7 +45,7 @@ impl Cuts {
     /// The cuts of `plane`, if every file it has rows in is mapped.
     pub(crate) fn new(plane: &Plane, files: &[Arc<OpenFile>]) -> Option<Self> {
         let row_bytes = plane.row_bytes();
-        let cuts = plane
+        let pieces = plane
             .pieces()
             .iter()
             .map(|piece| {
@@ -61,7 +65,7 @@ impl Cuts {
             })
             .collect::<Option<Vec<_>>>()?;
         Some(Self {
-            cuts,
+            pieces,
             reciprocal: plane.reciprocal(),
             row_bytes,
         })
@@ -76,7 +80,7 @@ impl Cuts {
             clippy::cast_possible_truncation,
             reason = "at most the number of pieces"
         )]
-        let mut cut = &self.cuts[(guess as usize).min(self.cuts.len() - 1)];
+        let mut cut = &self.pieces[(guess as usize).min(self.pieces.len() - 1)];
         if id.wrapping_sub(cut.first_row) >= cut.rows {
             cut = self.search(id);
         }
@@ -94,6 +98,6 @@ impl Cuts {
 
     #[cold]
     fn search(&self, id: u64) -> &Cut {
-        &self.cuts[self.cuts.partition_point(|cut| cut.first_row <= id) - 1]
+        &self.pieces[self.pieces.partition_point(|cut| cut.first_row <= id) - 1]
     }
 }

@@ -11,7 +11,10 @@
 //! the calling thread.
 
 mod fill;
+mod prefetch;
 mod sweep;
+
+pub use prefetch::prefetch;
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +24,7 @@ use crate::buffer::PlaneSink;
 use crate::cuts::Cuts;
 use crate::error::{Error, Result};
 use crate::reader::{Io, Reader};
-use crate::table::Plane;
+use crate::table::{Plane, Table};
 
 /// The sinks of one request, one per plane.
 pub type Sinks<'a> = SmallVec<[PlaneSink<'a>; 3]>;
@@ -47,6 +50,23 @@ pub struct Control<'a> {
 }
 
 impl Control<'_> {
+    /// Looks at the clock; and for an interrupt, where the last look was some time ago: that may
+    /// have to wait for the interpreter.
+    fn check(&self, checked: &mut Instant) -> Result<()> {
+        let now = Instant::now();
+        if self.deadline.is_some_and(|deadline| now >= deadline) {
+            return Err(Error::Timeout {
+                message: "timed out while copying resident rows".to_owned(),
+                place: Box::default(),
+            });
+        }
+        if now.duration_since(*checked) < CHECK_PERIOD {
+            return Ok(());
+        }
+        *checked = now;
+        (self.interrupt)()
+    }
+
     /// No deadline, no interrupts.
     pub const NONE: Control<'static> = Control {
         deadline: None,
@@ -113,6 +133,7 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
         let stats = request.reader.stats();
         stats.call.record(elapsed);
         stats.errors.add(u64::from(outcome.is_err()));
+        request.reader.trim(request.ids.len() as u64);
     }
     outcome
 }
@@ -157,7 +178,6 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
 /// Refuses ids outside the table before any row moves; counts the padded ones.
 fn check(request: &Request<'_, '_>) -> Result<u64> {
     let table = request.reader.table();
-    let rows = table.rows();
     let count = request.ids.len();
     if u32::try_from(count).is_err() {
         return Err(Error::value(format!(
@@ -184,19 +204,23 @@ fn check(request: &Request<'_, '_>) -> Result<u64> {
             )));
         }
     }
+    let padded = check_ids(table, request.ids, request.pad_id)?;
+    request.reader.stats().rows_padded.add(padded);
+    Ok(padded)
+}
+
+/// Refuses ids outside `table`, naming the first; counts those that are the pad id.
+fn check_ids(table: &Table, ids: &[i64], pad_id: Option<i64>) -> Result<u64> {
+    let rows = table.rows();
     // A negative id is a huge unsigned one, so one comparison covers both ends; without a branch
     // per id the loop runs at several ids per cycle.
-    let outside = request
-        .ids
-        .iter()
-        .filter(|&&id| id.cast_unsigned() >= rows)
-        .count();
-    if outside == 0 {
+    let outside = ids.iter().filter(|&&id| id.cast_unsigned() >= rows).count();
+    if outside == 0 && pad_id.is_none_or(|pad| pad.cast_unsigned() >= rows) {
         return Ok(0);
     }
     let mut padded = 0;
-    for (&id, position) in request.ids.iter().zip(0_u64..) {
-        if Some(id) == request.pad_id {
+    for (&id, position) in ids.iter().zip(0_u64..) {
+        if Some(id) == pad_id {
             padded += 1;
         } else if id.cast_unsigned() >= rows {
             return Err(Error::Id {
@@ -207,7 +231,6 @@ fn check(request: &Request<'_, '_>) -> Result<u64> {
             });
         }
     }
-    request.reader.stats().rows_padded.add(padded);
     Ok(padded)
 }
 

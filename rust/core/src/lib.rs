@@ -21,6 +21,7 @@ pub mod bench;
 pub mod buffer;
 pub mod cgroup;
 pub mod checkpoint;
+mod crew;
 mod cuts;
 pub mod discover;
 pub mod error;
@@ -37,6 +38,7 @@ pub mod residency;
 pub mod stats;
 pub mod table;
 pub mod threads;
+mod trim;
 pub mod warm;
 
 pub use error::{Error, Place, Result};

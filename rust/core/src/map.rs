@@ -6,6 +6,10 @@
     unsafe_code,
     reason = "raw copies out of the mapping, and mincore and MADV_DONTNEED on it"
 )]
+#![expect(
+    clippy::inline_always,
+    reason = "a call costs as much as the few instructions it would run, once per row"
+)]
 
 use std::fs::File;
 use std::io;

@@ -1,7 +1,7 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::checkpoint::{Checkpoint, CheckpointFile};
@@ -12,6 +12,7 @@ use crate::file::{Mapping, NoMap, OpenFile};
 use crate::stats::Stats;
 use crate::table::Table;
 use crate::threads;
+use crate::trim::Trimmer;
 
 /// How rows are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -165,11 +166,13 @@ pub struct Reader {
     mode: Mode,
     threads: usize,
     advice: Advice,
-    max_mapped_bytes: Option<u64>,
+    trimmer: Option<Trimmer>,
     stats: Stats,
     /// Batches left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
     late_fallbacks: Mutex<Vec<String>>,
+    prefetches: Entrance,
+    closing: AtomicBool,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -250,10 +253,12 @@ impl Reader {
             mode,
             threads: options.threads.unwrap_or_else(threads::available).max(1),
             advice: options.advice,
-            max_mapped_bytes: options.max_mapped_bytes,
+            trimmer: options.max_mapped_bytes.map(Trimmer::new),
             stats: Stats::default(),
             verify: AtomicU32::new(0),
             late_fallbacks: Mutex::default(),
+            prefetches: Entrance::default(),
+            closing: AtomicBool::new(false),
         })
     }
 
@@ -287,14 +292,36 @@ impl Reader {
         self.advice
     }
 
-    /// Cap on the mapping's resident bytes.
-    pub fn max_mapped_bytes(&self) -> Option<u64> {
-        self.max_mapped_bytes
+    /// The cap on the mappings' resident bytes, where there is one.
+    pub(crate) fn trimmer(&self) -> Option<&Trimmer> {
+        self.trimmer.as_ref()
+    }
+
+    /// After `rows` rows were copied: gives page tables back if the cap asks for it.
+    pub(crate) fn trim(&self, rows: u64) {
+        if let Some(trimmer) = &self.trimmer {
+            self.stats
+                .bytes_trimmed
+                .add(trimmer.copied(rows, &self.files));
+        }
     }
 
     /// Counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
+    }
+
+    /// Stops background work at its next look.
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn prefetches(&self) -> &Entrance {
+        &self.prefetches
     }
 
     /// Fallbacks taken at open and since.
@@ -336,6 +363,29 @@ impl Reader {
         let left = self.verify.load(Ordering::Relaxed);
         // Losing a decrement to another thread only keeps the checks on for longer.
         self.verify.store(left.saturating_sub(1), Ordering::Relaxed);
+    }
+}
+
+/// Lets a limited number of things be under way at once.
+#[derive(Debug, Default)]
+pub(crate) struct Entrance(Arc<AtomicU64>);
+
+/// A place taken in an [`Entrance`], given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Place(Arc<AtomicU64>);
+
+impl Entrance {
+    /// A place, unless `most` are taken.
+    pub(crate) fn enter(&self, most: u64) -> Option<Place> {
+        let taken = self.0.fetch_add(1, Ordering::Relaxed);
+        let place = Place(Arc::clone(&self.0));
+        (taken < most).then_some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

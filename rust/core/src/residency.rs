@@ -5,6 +5,10 @@
 //! prewarm, and cleared when the kernel, asked after an unexpected major fault, denies it. A wrong
 //! bit costs time and never correctness: a row believed resident that is not is faulted in by the
 //! copy, a row not believed resident is read.
+#![expect(
+    clippy::inline_always,
+    reason = "a call costs as much as the few instructions it would run, once per row"
+)]
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,10 +70,6 @@ impl Residency {
 
     #[inline(always)]
     fn bit(words: &[AtomicU64], index: u64) -> bool {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "a bit index divided by 64 is an index"
-        )]
         let word = (index >> 6) as usize;
         words[word].load(Ordering::Relaxed) >> (index & 63) & 1 == 1
     }

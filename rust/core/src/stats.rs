@@ -125,6 +125,14 @@ pub struct Stats {
     pub major_faults: Counter,
     /// Pages whose residency the kernel was asked for.
     pub pages_probed: Counter,
+    /// Prefetches begun.
+    pub prefetches: Counter,
+    /// Prefetches not begun because too many were under way.
+    pub prefetches_dropped: Counter,
+    /// Prefetches that ended with an error.
+    pub prefetches_failed: Counter,
+    /// Row parts read ahead.
+    pub rows_prefetched: Counter,
     /// Bytes of page tables given back.
     pub bytes_trimmed: Counter,
     /// Time from the call to its plan.

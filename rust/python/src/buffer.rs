@@ -11,7 +11,7 @@
 use std::ffi::{c_int, c_void};
 
 use engram_core::buffer::{HostBuffer as CoreBuffer, PlaneSink};
-use pyo3::buffer::PyUntypedBuffer;
+use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -75,6 +75,7 @@ impl HostBuffer {
     }
 
     // Nothing to release: a view holds its reference on the buffer, and the interpreter drops it.
+    #[expect(clippy::unused_self, reason = "the signature of the protocol")]
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {}
 }
 
@@ -117,6 +118,33 @@ impl Ids {
             std::ptr::copy_nonoverlapping(self.0.buf_ptr().cast(), to, count * size_of::<i64>());
             into.set_len(into.len() + count);
         }
+    }
+}
+
+/// int64 memory that a Python object exports for ids to be written to.
+pub(crate) struct IdOutput(PyBuffer<i64>);
+
+impl IdOutput {
+    /// Borrows `object`; it must be writable and C-contiguous.
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::<i64>::get(object)
+            .map_err(|error| PyTypeError::new_err(format!("out must hold int64: {error}")))?;
+        if buffer.readonly() || !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err(
+                "out must be writable and C-contiguous",
+            ));
+        }
+        Ok(Self(buffer))
+    }
+
+    /// The places of the ids, in C order.
+    pub(crate) fn ids(&mut self) -> &mut [i64] {
+        // SAFETY: `new` checked that the memory is writable, contiguous, and made of aligned int64;
+        // the export keeps it alive while `self` is borrowed, and `&mut self` keeps this the only
+        // slice of it here. An empty buffer may have no address, hence the empty slice.
+        self.0
+            .as_slice_ptr()
+            .map_or(&mut [], |mut ids| unsafe { ids.as_mut() })
     }
 }
 

@@ -52,10 +52,10 @@ pub(crate) struct Entered<'g, T> {
 }
 
 impl<T: Send + Sync> Gate<T> {
-    pub(crate) fn new(value: T) -> Self {
+    pub(crate) fn new(value: Arc<T>) -> Self {
         Self {
             state: Mutex::new(State {
-                value: Some(Arc::new(value)),
+                value: Some(value),
                 inside: 0,
                 forks: FORKS.load(Ordering::Relaxed),
             }),
@@ -82,12 +82,16 @@ impl<T: Send + Sync> Gate<T> {
         self.lock().value.is_none()
     }
 
-    /// Turns later calls away and waits for those inside, other than the caller's own.
+    /// Turns later calls away and waits for those inside, other than the caller's own. `first` runs
+    /// before the wait, in the call that closes.
     ///
     /// # Errors
     /// What a signal handler raised while waiting; the gate is closed all the same.
-    pub(crate) fn close(&self, py: Python<'_>) -> PyResult<()> {
+    pub(crate) fn close(&self, py: Python<'_>, first: impl FnOnce(&T)) -> PyResult<()> {
         let value = self.lock().value.take();
+        if let Some(value) = &value {
+            first(value);
+        }
         let own = INSIDE.with_borrow(|inside| {
             let entries = inside.iter().filter(|&&gate| gate == self.address());
             entries.count()
@@ -122,9 +126,9 @@ impl<T: Send + Sync> Gate<T> {
 }
 
 impl<T> Deref for Entered<'_, T> {
-    type Target = T;
+    type Target = Arc<T>;
 
-    fn deref(&self) -> &T {
+    fn deref(&self) -> &Arc<T> {
         &self.value
     }
 }

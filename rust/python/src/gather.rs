@@ -4,12 +4,12 @@
 
 use std::cell::RefCell;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engram_core::Error;
 use engram_core::discover::TableRef;
-use engram_core::gather::{Control, Request, gather};
+use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
 use engram_core::warm;
 use pyo3::prelude::*;
@@ -18,6 +18,7 @@ use pyo3::types::PyDict;
 use crate::buffer::{Ids, Output};
 use crate::errors::{OrRaise as _, to_py, value_error};
 use crate::gate::{Entered, Gate};
+use crate::hash::{Inputs, NgramHash, threads_for};
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -57,6 +58,16 @@ impl Reader {
             .ok_or_else(|| value_error(py, "this FileGather is closed; open a new one"))
     }
 
+    /// Refuses a number of outputs other than that of planes.
+    fn require_planes(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        let planes = self.plane_bytes.len();
+        if count == planes {
+            return Ok(());
+        }
+        let text = format!("{count} outputs for a table of {planes} planes");
+        Err(value_error(py, &text))
+    }
+
     /// Bytes of the first plane's rows.
     #[cfg(feature = "bench")]
     pub(crate) fn first_plane_bytes(&self) -> usize {
@@ -67,7 +78,7 @@ impl Reader {
     pub(crate) fn with<T: Send>(
         &self,
         py: Python<'_>,
-        body: impl Send + FnOnce(&CoreReader) -> engram_core::Result<T>,
+        body: impl Send + FnOnce(&Arc<CoreReader>) -> engram_core::Result<T>,
     ) -> PyResult<T> {
         let entered = self.enter(py)?;
         let reader = &*entered;
@@ -108,7 +119,7 @@ impl Reader {
             .map(engram_core::table::Plane::row_bytes)
             .collect();
         Ok(Self {
-            reader: Gate::new(reader),
+            reader: Gate::new(Arc::new(reader)),
             plane_bytes,
         })
     }
@@ -170,6 +181,13 @@ impl Reader {
         collected.into_dict(py)
     }
 
+    /// Starts reading rows that will be wanted soon; returns at once.
+    fn prefetch(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut flat = Vec::new();
+        Ids::new(ids)?.append_to(py, &mut flat);
+        self.with(py, |reader| gather::prefetch(reader, flat))
+    }
+
     /// Reads the table into memory; returns the bytes made resident.
     fn prewarm(
         &self,
@@ -209,7 +227,7 @@ impl Reader {
 
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.reader.close(py)
+        self.reader.close(py, CoreReader::close)
     }
 
     #[getter]
@@ -238,11 +256,7 @@ pub(crate) fn gather_many(
     let mut flats = Vec::with_capacity(requests.len());
     let mut outputs = Vec::with_capacity(requests.len());
     for (reader, ids, planes, _) in &requests {
-        let expected = reader.get().plane_bytes.len();
-        if planes.len() != expected {
-            let text = format!("{} outputs for a table of {expected} planes", planes.len());
-            return Err(value_error(py, &text));
-        }
+        reader.get().require_planes(py, planes.len())?;
         let mut flat = Vec::new();
         Ids::new(ids)?.append_to(py, &mut flat);
         flats.push(flat);
@@ -277,6 +291,56 @@ pub(crate) fn gather_many(
     let outcome = py.detach(|| interrupts.run(|control| gather(&prepared, control)));
     drop(prepared);
     drop(entered);
+    interrupts.raise(py, outcome)?;
+    Ok(())
+}
+
+/// Hashes a step's tokens and gathers the rows of their ids, which never leave this side.
+///
+/// `planes` is per plane of the table the memory with offset and stride, a place per id.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a step, and where its rows go")]
+pub(crate) fn gather_tokens(
+    py: Python<'_>,
+    hash: &NgramHash,
+    reader: &Reader,
+    tokens: &Bound<'_, PyAny>,
+    query_start_loc: Option<&Bound<'_, PyAny>>,
+    context: Option<&Bound<'_, PyAny>>,
+    planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
+    pad_id: Option<i64>,
+) -> PyResult<()> {
+    reader.require_planes(py, planes.len())?;
+    let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
+    let step = inputs.step(hash.core().context_len()).or_raise(py)?;
+    let count = step.tokens().len() * hash.core().heads().count();
+    let outputs = planes
+        .iter()
+        .map(|(out, _, _)| Output::new(out))
+        .collect::<PyResult<Vec<_>>>()?;
+    let mut sinks = engram_core::gather::Sinks::new();
+    for (((_, offset, stride), out), bytes) in planes.iter().zip(&outputs).zip(&reader.plane_bytes)
+    {
+        sinks.push(out.sink(py, *offset, *stride, *bytes, count)?);
+    }
+    let interrupts = Interrupts::new(py, None)?;
+    let entered = reader.enter(py)?;
+    let reader = &*entered;
+    let mut ids = IDS.take();
+    ids.clear();
+    ids.resize(count, 0);
+    let outcome = py.detach(|| {
+        hash.core().ids(&step, &mut ids, threads_for(count))?;
+        let request = Request {
+            reader,
+            ids: &ids,
+            sinks,
+            pad_id,
+        };
+        interrupts.run(|control| gather(&[request], control))
+    });
+    drop(entered);
+    IDS.replace(ids);
     interrupts.raise(py, outcome)?;
     Ok(())
 }

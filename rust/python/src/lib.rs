@@ -1,4 +1,8 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "arguments are converted from Python objects, and the converted value is ours to take"
+)]
 
 #[cfg(feature = "bench")]
 mod bench;
@@ -7,7 +11,6 @@ mod errors;
 mod gate;
 mod gather;
 mod hash;
-mod ints;
 mod stats;
 mod table;
 
@@ -26,7 +29,7 @@ mod _engram {
     #[pymodule_export]
     use crate::gate::after_fork;
     #[pymodule_export]
-    use crate::gather::{Reader, drop_cache, gather_many};
+    use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]

@@ -48,6 +48,10 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
             ("depth", stats.depth.get()),
             ("major_faults", stats.major_faults.get()),
             ("pages_probed", stats.pages_probed.get()),
+            ("prefetches", stats.prefetches.get()),
+            ("prefetches_dropped", stats.prefetches_dropped.get()),
+            ("prefetches_failed", stats.prefetches_failed.get()),
+            ("rows_prefetched", stats.rows_prefetched.get()),
             ("bytes_trimmed", stats.bytes_trimmed.get()),
         ],
         latencies: [

@@ -25,6 +25,9 @@ const WORTH: usize = 8;
 /// From this many rows on, probing is shared among threads.
 const PARALLEL_PROBE: usize = 512;
 
+/// Reads that do not wait between two looks at the clock.
+const READS_PER_CHECK: usize = 256;
+
 /// Readers that are read in the same way share one round of reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Way {
@@ -102,7 +105,10 @@ pub(super) fn fill(
         }
     }
     // Whatever copying the reads left no time for.
-    while deferred.step(lanes) {}
+    let mut checked = started;
+    while deferred.step(lanes) {
+        control.check(&mut checked)?;
+    }
     Ok(())
 }
 
@@ -180,6 +186,35 @@ fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
     }
 }
 
+/// The engine that reads for `reader`; threads where a ring, once possible, is refused now.
+#[cfg(target_os = "linux")]
+pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
+    use crate::fetch::uring::{self, Uring};
+    if reader.mode().engine == Engine::Pool {
+        return Ok(Box::new(Pool));
+    }
+    match uring::acquire() {
+        Ok(ring) => Ok(Box::new(Uring::from(ring))),
+        Err(error) if reader.mode().asked != Io::Uring => {
+            reader.note_fallback(format!(
+                "io_uring refused later ({error}); threads read instead"
+            ));
+            Ok(Box::new(Pool))
+        }
+        Err(error) => Err(Error::Io {
+            doing: "io=\"uring\" cannot make a ring".to_owned(),
+            errno: error.raw_os_error().unwrap_or(libc::EIO),
+            place: Box::default(),
+        }),
+    }
+}
+
+/// As on Linux, where there are rings.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn engine(_reader: &Reader) -> Result<Box<dyn Fetch>> {
+    Ok(Box::new(Pool))
+}
+
 /// One round of reads.
 struct Round<'r> {
     lanes: &'r [Lane<'r>],
@@ -194,7 +229,11 @@ impl Round<'_> {
     /// which waits where the device has not delivered yet.
     fn advise_and_copy(&self) -> Result<()> {
         let started = Instant::now();
-        for read in &self.plan.reads {
+        let mut checked = started;
+        for (index, read) in self.plan.reads.iter().enumerate() {
+            if index % READS_PER_CHECK == 0 {
+                self.control.check(&mut checked)?;
+            }
             // Advice is a hint; without it the copy faults.
             drop(self.files[read.file as usize].will_need(read.offset, u64::from(read.len)));
         }
@@ -224,7 +263,7 @@ impl Round<'_> {
         let mut reads = &self.plan.reads[..];
         let mut left = Vec::new();
         if self.way.engine == Engine::Pool && !direct {
-            self.read_cached(&mut left);
+            self.read_cached(&mut left, started)?;
             reads = &left;
         }
         let batch = Batch {
@@ -239,7 +278,7 @@ impl Round<'_> {
         let outcome = if reads.is_empty() {
             Ok(Cost::default())
         } else {
-            self.engine()?.fetch(&batch, &mut done, &mut idle)
+            engine(self.reader())?.fetch(&batch, &mut done, &mut idle)
         };
         let cost = outcome.map_err(|error| self.locate(error))?;
         report.reads += cost.reads;
@@ -248,41 +287,8 @@ impl Round<'_> {
         Ok(())
     }
 
-    /// The engine that reads; threads where a ring, once possible, is refused now.
-    #[cfg(target_os = "linux")]
-    fn engine(&self) -> Result<Box<dyn Fetch>> {
-        use crate::fetch::uring::{self, Uring};
-        if self.way.engine == Engine::Pool {
-            return Ok(Box::new(Pool));
-        }
-        let reader = self
-            .lanes
-            .iter()
-            .find(|lane| Way::of(lane.reader) == self.way)
-            .map(|lane| lane.reader);
-        match (uring::acquire(), reader) {
-            (Ok(ring), _) => Ok(Box::new(Uring::from(ring))),
-            (Err(error), Some(reader)) if reader.mode().asked != Io::Uring => {
-                reader.note_fallback(format!(
-                    "io_uring refused later ({error}); threads read instead"
-                ));
-                Ok(Box::new(Pool))
-            }
-            (Err(error), _) => Err(Error::Io {
-                doing: "io=\"uring\" cannot make a ring".to_owned(),
-                errno: error.raw_os_error().unwrap_or(libc::EIO),
-                place: Box::default(),
-            }),
-        }
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn engine(&self) -> Result<Box<dyn Fetch>> {
-        Ok(Box::new(Pool))
-    }
-
     /// Serves what the page cache holds with reads that do not wait, before any thread is woken.
-    fn read_cached(&self, left: &mut Vec<Read>) {
+    fn read_cached(&self, left: &mut Vec<Read>, mut checked: Instant) -> Result<()> {
         let longest = self
             .plan
             .reads
@@ -292,11 +298,18 @@ impl Round<'_> {
             .unwrap_or(0);
         let mut slot = vec![0; longest];
         let mut refused = false;
-        for read in &self.plan.reads {
+        for (index, read) in self.plan.reads.iter().enumerate() {
+            if refused {
+                left.push(read.clone());
+                continue;
+            }
+            if index % READS_PER_CHECK == 0 {
+                self.control.check(&mut checked)?;
+            }
             let slot = &mut slot[..read.len as usize];
             let file = &self.files[read.file as usize];
             match file.read_cached_at(slot, read.offset) {
-                Ok(bytes) if !refused && bytes == slot.len() => self.deliver(read, slot),
+                Ok(bytes) if bytes == slot.len() => self.deliver(read, slot),
                 Err(error)
                     if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
                 {
@@ -306,6 +319,7 @@ impl Round<'_> {
                 _ => left.push(read.clone()),
             }
         }
+        Ok(())
     }
 
     /// Scatters the bytes of one read, and notes that its pages are in memory now.
@@ -322,6 +336,15 @@ impl Round<'_> {
             let residency = file.residency();
             residency.set(residency.pages_of(read.offset, u64::from(read.len)));
         }
+    }
+
+    /// A reader of this round; all of them are read alike.
+    fn reader(&self) -> &Reader {
+        let lane = self
+            .lanes
+            .iter()
+            .find(|lane| Way::of(lane.reader) == self.way);
+        lane.unwrap_or(&self.lanes[0]).reader
     }
 
     fn reader_of(&self, read: &Read) -> &Reader {
