@@ -149,8 +149,12 @@ impl<T> Drop for Entered<'_, T> {
         // An entry from before a fork is not counted in the child.
         if state.forks == self.forks {
             state.inside = state.inside.saturating_sub(1);
+            let awaited = state.value.is_none();
             drop(state);
-            self.gate.left.notify_all();
+            // Notifying enters the kernel even when nobody waits.
+            if awaited {
+                self.gate.left.notify_all();
+            }
         }
     }
 }
