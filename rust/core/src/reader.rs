@@ -153,8 +153,8 @@ impl Mode {
     }
 }
 
-/// Batches for which every belief is checked with the kernel after one was found wrong.
-const VERIFY_BATCHES: u32 = 64;
+/// Sweeps in which every belief is checked with the kernel after one was found wrong.
+const VERIFIED_SWEEPS: u32 = 64;
 
 /// A table opened for reading. All methods may be called from any thread.
 #[derive(Debug)]
@@ -168,7 +168,7 @@ pub struct Reader {
     advice: Advice,
     trimmer: Option<Trimmer>,
     stats: Stats,
-    /// Batches left in which beliefs are verified before they are acted on.
+    /// Sweeps left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
     late_fallbacks: Mutex<Vec<String>>,
     prefetches: Entrance,
@@ -348,17 +348,17 @@ impl Reader {
         }
     }
 
-    /// Whether beliefs are to be checked with the kernel in this batch.
+    /// Whether beliefs are to be checked with the kernel in this sweep.
     pub(crate) fn verifies(&self) -> bool {
         self.verify.load(Ordering::Relaxed) > 0
     }
 
     /// A belief was wrong: check them all for a while.
     pub(crate) fn distrust(&self) {
-        self.verify.store(VERIFY_BATCHES, Ordering::Relaxed);
+        self.verify.store(VERIFIED_SWEEPS, Ordering::Relaxed);
     }
 
-    /// A whole batch of beliefs was right.
+    /// All beliefs of a sweep were right.
     pub(crate) fn trust_more(&self) {
         let left = self.verify.load(Ordering::Relaxed);
         // Losing a decrement to another thread only keeps the checks on for longer.

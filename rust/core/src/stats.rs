@@ -49,14 +49,14 @@ impl Default for Latency {
 }
 
 impl Latency {
-    /// Records one duration.
+    /// Records one duration. One that comes while another thread records is left out: waiting
+    /// would cost more than the sample is worth, and after a fork might never end.
     #[inline]
     pub fn record(&self, duration: Duration) {
         let nanoseconds = u64::try_from(duration.as_nanos()).unwrap_or(HOUR_NS);
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .saturating_record(nanoseconds.max(1));
+        if let Ok(mut histogram) = self.0.try_lock() {
+            histogram.saturating_record(nanoseconds.max(1));
+        }
     }
 
     /// Count, mean, the 50th, 90th, 99th and 99.9th percentile and the maximum, in seconds.

@@ -332,7 +332,11 @@ pub(crate) fn gather_many(
 ///
 /// `planes` is per plane of the table the memory with offset and stride, a place per id.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a step, and where its rows go")]
+#[expect(
+    clippy::too_many_arguments,
+    clippy::needless_pass_by_value,
+    reason = "a step and where its rows go, as Python hands them over"
+)]
 pub(crate) fn gather_tokens(
     py: Python<'_>,
     hash: &NgramHash,

@@ -101,7 +101,8 @@ pub(super) fn fill(
             way,
             control,
         };
-        if way.advised {
+        // A copy that may wait for a device cannot keep a deadline; a read can.
+        if way.advised && control.deadline.is_none() {
             round.advise_and_copy()?;
         } else {
             round.fetch(&mut deferred, report)?;

@@ -1,5 +1,6 @@
 //! First step: copy what is believed resident, collect the rest.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -139,6 +140,7 @@ fn sweep_range(
         copied: 0,
         rest: None,
     };
+    begin_counting();
     let begun = Instant::now();
     let mut before = begun;
     for start in range.clone().step_by(STRIP) {
@@ -299,10 +301,20 @@ fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize) -> bool {
     faults > 0
 }
 
-/// Major faults of this thread since the last look; 0 at the first.
+thread_local! {
+    /// Major faults of this thread when they were last looked at.
+    static SEEN: Cell<Option<i64>> = const { Cell::new(None) };
+}
+
+/// Notes how many major faults this thread has had before its first sweep.
+fn begin_counting() {
+    if SEEN.get().is_none() {
+        SEEN.set(Some(map::major_faults()));
+    }
+}
+
+/// Major faults of this thread since the last look.
 fn new_major_faults() -> u64 {
-    use std::cell::Cell;
-    thread_local!(static SEEN: Cell<Option<i64>> = const { Cell::new(None) });
     let now = map::major_faults();
     let seen = SEEN.replace(Some(now)).unwrap_or(now);
     u64::try_from(now - seen).unwrap_or(0)
