@@ -11,9 +11,9 @@
 //!     no:  do exactly what would have been done without engram
 //! ```
 //!
-//! The handler takes no lock and allocates nothing. It is installed with the first mapping and
-//! before every gather the kernel is asked whether it is still on top, which costs a fifth of a
-//! microsecond: handlers that others install later (Python's `faulthandler`, a server's own) know
+//! The handler takes no lock and allocates nothing. It is installed with the first mapping, and
+//! before a gather the kernel is asked whether it is still on top, which costs a fifth of a
+//! microsecond (and a lock all threads share, so it is not asked twice within [`FRESH`]): handlers that others install later (Python's `faulthandler`, a server's own) know
 //! nothing of these mappings. Then a further level is installed above theirs. Each level is a
 //! function of its own and passes on to the handler it found, so that a handler which passes on to
 //! "the one before" reaches the level below it and never comes round in a circle.
@@ -29,7 +29,8 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use libc::{c_int, c_void, sigaction, siginfo_t};
 
@@ -246,6 +247,29 @@ static LEVELS: [Handler; 16] = [
 /// What each level passes on to; null for a level never installed. Never freed.
 static BELOW: [AtomicPtr<sigaction>; LEVELS.len()] =
     [const { AtomicPtr::new(ptr::null_mut()) }; LEVELS.len()];
+
+/// For so long after the kernel was asked its answer is taken for granted.
+const FRESH: Duration = Duration::from_micros(10);
+
+/// When the kernel was asked last, in nanoseconds since [`EPOCH`]; 0 for never.
+static ASKED: AtomicU64 = AtomicU64::new(0);
+
+/// The beginning of time, as far as [`ASKED`] goes.
+static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// As [`on_top`], but asks the kernel only if it was not asked a moment before `now`.
+#[inline]
+pub(crate) fn still_on_top(now: Instant) -> io::Result<()> {
+    let since = now.saturating_duration_since(*EPOCH).as_nanos();
+    let since = u64::try_from(since).unwrap_or(u64::MAX);
+    let asked = ASKED.load(Ordering::Relaxed);
+    if asked != 0 && Duration::from_nanos(since.saturating_sub(asked)) < FRESH {
+        return Ok(());
+    }
+    on_top()?;
+    ASKED.store(since, Ordering::Relaxed);
+    Ok(())
+}
 
 /// The level last seen on top.
 static TOP: AtomicUsize = AtomicUsize::new(usize::MAX);

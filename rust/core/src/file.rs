@@ -216,8 +216,9 @@ impl OpenFile {
         };
         let residency = self.residency();
         residency.bar(&residency.pages_of(lost.start, lost.end - lost.start));
-        if self.cut().is_none() && Identity::of(&self.file.metadata()?) != self.identity {
-            self.note_cut(lost.start);
+        if self.is_whole()? && Identity::of(&self.file.metadata()?) != self.identity {
+            // Cut and made longer again: where in its last page it ended meanwhile is not known.
+            self.note_cut(lost.start.saturating_sub(rustix::param::page_size() as u64));
         }
         Ok(())
     }

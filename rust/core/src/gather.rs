@@ -126,7 +126,7 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
 }
 
 fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
-    let armed = proof::arm(requests)?;
+    let armed = proof::arm(requests, started)?;
     let mut report = Report::default();
     let mut lanes = Lanes::new();
     let mut first_file = 0;

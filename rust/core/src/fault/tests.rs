@@ -25,7 +25,6 @@ fn byte(map: &Map, offset: u64) -> u8 {
     let mut out = [9];
     let sink = PlaneSink::new(&mut out, 0, 1, 1, 1).unwrap();
     copy_row(map.row(offset, 1), &sink, 0);
-    drop(sink);
     out[0]
 }
 

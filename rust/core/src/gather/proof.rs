@@ -9,12 +9,14 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{Ordering, fence};
+use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
 use super::fill::{self, Round, Way};
 use super::sweep::{Deferred, Rest};
 use super::{Belief, Control, Lane, Report, Request};
+use crate::cuts::Cuts;
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::file::OpenFile;
@@ -26,12 +28,12 @@ const MANY: usize = 8;
 
 /// Gets ready to copy from the mappings of `requests`; whether that may be done.
 #[inline]
-pub(super) fn arm(requests: &[Request<'_, '_>]) -> Result<bool> {
+pub(super) fn arm(requests: &[Request<'_, '_>], started: Instant) -> Result<bool> {
     let mapped = |request: &&Request<'_, '_>| request.reader.mode().mapped;
     if !requests.iter().any(|request| mapped(&request)) {
         return Ok(true);
     }
-    if fault::on_top().is_err() {
+    if fault::still_on_top(started).is_err() {
         for request in requests.iter().filter(mapped) {
             request.reader.note_fallback(
                 "other handlers of SIGBUS were installed too often; rows are read instead of copied from a mapping".to_owned(),
@@ -78,45 +80,36 @@ pub(super) fn prove(
 #[inline]
 fn are_whole(lanes: &[Lane<'_>]) -> Result<bool> {
     let mut whole = true;
-    let mut look = |lane: &Lane<'_>, file: usize| -> Result<()> {
-        let file = &lane.reader.files()[file];
-        match file.is_whole() {
-            Ok(answer) => whole &= answer,
-            Err(error) => {
-                return Err(
-                    Error::io("cannot tell the file's size", &error, file.path())
-                        .in_table(&lane.reader.table().name),
-                );
-            }
-        }
-        Ok(())
-    };
+    // A bit per file of all requests.
     let mut seen: SmallVec<[u64; 8]> = SmallVec::new();
-    for lane in lanes.iter().filter(|lane| lane.copies()) {
-        let files = lane.reader.files().len();
-        if lanes.len() == 1 && files == 1 {
-            look(lane, 0)?;
-            continue;
+    for lane in lanes {
+        let Some(cuts) = lane.copied() else { continue };
+        let first = lane.first_file as usize;
+        let files = lane.reader.files();
+        let end = (first + files.len()).div_ceil(64);
+        if seen.len() < end {
+            seen.resize(end, 0);
         }
-        // Planes of one reader lie in the same files, often enough.
-        let end = lane.first_file as usize + files;
-        if seen.len() * 64 < end {
-            seen.resize(end.div_ceil(64), 0);
-        }
-        let mut once = |file: usize| {
-            let index = lane.first_file as usize + file;
-            let bit = 1_u64 << (index % 64);
-            let new = seen[index / 64] & bit == 0;
-            seen[index / 64] |= bit;
-            if new { look(lane, file) } else { Ok(()) }
+        let mut look = |file: usize| -> Result<()> {
+            let (word, bit) = ((first + file) / 64, 1 << ((first + file) % 64));
+            if seen[word] & bit == 0 {
+                seen[word] |= bit;
+                whole &= files[file].is_whole().map_err(|error| {
+                    let doing = "cannot tell how long the file is";
+                    Error::io(doing, &error, files[file].path()).in_table(&lane.reader.table().name)
+                })?;
+            }
+            Ok(())
         };
-        if lane.ids.len() >= MANY * lane.plane.pieces().len() {
-            for piece in lane.plane.pieces() {
-                once(piece.file)?;
+        if files.len() == 1 {
+            look(0)?;
+        } else if lane.ids.len() >= MANY * files.len() {
+            for file in cuts.files() {
+                look(file)?;
             }
         } else {
             for &id in lane.ids.iter().filter(|&&id| !lane.is_pad(id)) {
-                once(lane.plane.span(id.cast_unsigned()).file)?;
+                look(cuts.file_of(id))?;
             }
         }
     }
@@ -168,7 +161,11 @@ fn read_lost(
         map.lost()
     };
     let mut damaged: Vec<usize> = Vec::new();
-    for (index, lane) in lanes.iter().enumerate().filter(|(_, lane)| lane.copies()) {
+    for (index, lane) in lanes
+        .iter()
+        .enumerate()
+        .filter(|(_, lane)| lane.copied().is_some())
+    {
         for (file, open) in lane.reader.files().iter().enumerate() {
             let Some(bytes) = lost(lane, file) else {
                 continue;
@@ -234,9 +231,10 @@ fn read_lost(
 }
 
 impl Lane<'_> {
-    /// Whether rows of this lane may be copied from mappings.
+    /// The pieces rows of this lane may have been copied from, unless all are read.
     #[inline]
-    fn copies(&self) -> bool {
-        self.cuts.is_some() && (self.advised || self.belief != Belief::Nothing)
+    fn copied(&self) -> Option<&Cuts> {
+        self.cuts
+            .filter(|_| self.advised || self.belief != Belief::Nothing)
     }
 }
