@@ -27,7 +27,7 @@ from .baselines import (
 from .errors import Failed, describe, reported
 from .machine import file_system, kernel, memory, processor
 from .measured import JSON_VERSION, Measurement, groups, medians, wrong_rows
-from .page_cache import PageCache
+from .page_cache import PageCache, bytes_read
 from .plot import draw, require_matplotlib
 from .text import format_bytes, output, plural, status
 from .timing import Method, interleaved
@@ -286,16 +286,6 @@ class _Bench:
 def _endless(draw_ids: Callable[[int], Ids], rows: int) -> Iterator[Ids]:
     while True:
         yield draw_ids(rows)
-
-
-def bytes_read() -> int:
-    """Bytes this process has made devices read; 0 where the system does not count them."""
-    try:
-        text = Path("/proc/self/io").read_text()
-    except OSError:
-        return 0
-    fields = dict(line.split(": ") for line in text.splitlines())
-    return int(fields.get("read_bytes", 0))
 
 
 def _show(run: _Bench, console: Console) -> None:

@@ -49,7 +49,7 @@ def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
     lines = -(-len(panels) // columns)
     figure: Any = figure_class(figsize=(5.5 * columns, 4.2 * lines + 0.8), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    axes = figure.subplots(lines, columns, squeeze=False)
     names = list(dict.fromkeys(measurement.method for measurement in measurements))
     for index, ((state, ids), group) in enumerate(panels.items()):
         axis = axes[index // columns][index % columns]
