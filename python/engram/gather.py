@@ -12,9 +12,11 @@ import numpy as np
 from engram import _engram
 from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
 from engram._errors import placed
+from engram._notices import notify
 from engram.buffer import HostBuffer
 from engram.rows import Rows
 from engram.table import PlaneInfo, Planes, TableInfo, tables
+from engram.verification import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -106,8 +108,13 @@ class FileGather:
         _require_table(table)
         self._path = os.fspath(path)
         self._native = _engram.Reader(self._path, table, io, threads, advice, max_mapped_bytes)
-        self._info = TableInfo.from_native(self._native.table())
+        self._describe(self._native.table())
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        self._info = TableInfo.from_native(description)
         self._single = self.planes[0] if len(self.planes) == 1 else None
+        for fallback in self.stats()["io"]["fallbacks"]:
+            notify(fallback)
 
     def gather(
         self,
@@ -232,6 +239,44 @@ class FileGather:
             `plan`, `copy` and `fetch` and of whole calls.
         """
         return self._native.stats()
+
+    def verify(
+        self, rows: int | None = 1024, *, seed: int = 0, progress: Any = None
+    ) -> Verification:
+        """Looks at what the files are now, and reads rows in two independent ways.
+
+        Rows that an earlier call read are also compared with what it read. With `ENGRAM_VERIFY=1`
+        in the environment every gathered row is read twice, and a difference is an OSError.
+
+        Args:
+            rows: How many rows, spread evenly over the table; None for all, 0 for the files alone.
+            seed: Which rows of each equal part of the table.
+            progress: Called with `(rows_done, rows_total)` now and then, on this thread.
+
+        Returns:
+            A report; `.ok` says whether anything is wrong, `.problems` what.
+        """
+        if rows is not None and (isinstance(rows, bool) or rows < 0):
+            raise placed(ValueError(f"rows={rows} must be at least 0, or None for all"))
+        return Verification.from_native(self._native.verify(rows, seed & (2**64 - 1), progress))
+
+    def reopen(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Serves the same table from new files, without a gap.
+
+        Calls under way end with the files they began with, calls that begin later use the new ones,
+        and none sees both. Counters begin anew. If this fails, the old files go on being served.
+
+        Args:
+            path: A checkpoint with a table of the same name, planes and encoding, whatever its
+                number of rows; None for the path given before, where files may have been replaced.
+
+        Raises:
+            ValueError: The table there has rows of another layout; or closed.
+            Exception: As on opening.
+        """
+        path = self._path if path is None else os.fspath(path)
+        self._describe(self._native.reopen(path))
+        self._path = path
 
     def close(self) -> None:
         """Closes the files once running calls have ended; later calls raise ValueError."""

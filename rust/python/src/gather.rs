@@ -1,19 +1,18 @@
 //! `Reader`: an opened table, and the gathers over one or many of them.
 //!
-//! The open table sits behind a read-write lock: gathers share it, closing waits for them. The lock
-//! is only ever taken with the interpreter released, because a running gather attaches to the
-//! interpreter to look for signals.
+//! Leases of the open table are taken, and closing is waited for, with the interpreter released: a
+//! running gather attaches to the interpreter to look for signals.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engram_core::Error;
 use engram_core::discover::TableRef;
 use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
-use engram_core::warm;
+use engram_core::{verify, warm};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,6 +21,7 @@ use pyo3::types::PyDict;
 use crate::buffer::{Output, read_ids};
 use crate::errors::{OrRaise as _, to_py};
 use crate::hash::{Inputs, NgramHash, threads_for};
+use crate::open::Open;
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -44,9 +44,19 @@ impl TableArgument {
 /// A table opened for reading.
 #[pyclass(frozen, weakref, module = "engram._engram")]
 pub(crate) struct Reader {
-    reader: RwLock<Option<Arc<CoreReader>>>,
-    /// Bytes of a row, per plane; kept outside the lock for use with the interpreter held.
+    open: Open,
+    /// Bytes of a row, per plane; every reopening keeps them.
     plane_bytes: Vec<usize>,
+}
+
+/// The table and its files, as a dictionary.
+fn describe<'py>(py: Python<'py>, reader: &CoreReader) -> PyResult<Bound<'py, PyDict>> {
+    let files: Vec<_> = reader
+        .files()
+        .iter()
+        .map(|file| file.path().to_owned())
+        .collect();
+    table::describe(py, reader.table(), &files)
 }
 
 fn closed() -> PyErr {
@@ -59,10 +69,6 @@ thread_local! {
 }
 
 impl Reader {
-    fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
-        self.reader.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Bytes of the first plane's rows.
     #[cfg(feature = "bench")]
     pub(crate) fn first_plane_bytes(&self) -> usize {
@@ -75,7 +81,7 @@ impl Reader {
         py: Python<'_>,
         body: impl Send + FnOnce(&Arc<CoreReader>) -> engram_core::Result<T>,
     ) -> PyResult<T> {
-        py.detach(|| self.lock().as_ref().map(body))
+        py.detach(|| self.open.lease().map(|reader| body(&reader)))
             .ok_or_else(closed)?
             .or_raise(py)
     }
@@ -114,22 +120,17 @@ impl Reader {
             .map(engram_core::table::Plane::row_bytes)
             .collect();
         Ok(Self {
-            reader: RwLock::new(Some(Arc::new(reader))),
+            open: Open::new(reader),
             plane_bytes,
         })
     }
 
     /// The table, as a dictionary.
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (table, files) = self.with(py, |reader| {
-            let files: Vec<_> = reader
-                .files()
-                .iter()
-                .map(|file| file.path().to_owned())
-                .collect();
-            Ok((reader.table().clone(), files))
-        })?;
-        table::describe(py, &table, &files)
+        let lease = py.detach(|| self.open.lease()).ok_or_else(closed)?;
+        let dict = describe(py, &lease);
+        py.detach(|| drop(lease));
+        dict
     }
 
     /// Gathers rows into one buffer of shape `[*ids.shape, row]`, planes of a row side by side.
@@ -158,8 +159,7 @@ impl Reader {
         }
         let ids = &flat[..];
         let outcome = py.detach(|| {
-            let guard = self.lock();
-            let reader = guard.as_ref()?;
+            let reader = &**self.open.lease()?;
             Some(interrupts.run(|control| {
                 gather(
                     &[Request {
@@ -199,8 +199,7 @@ impl Reader {
     ) -> PyResult<u64> {
         let interrupts = Interrupts::new(None)?;
         let outcome = py.detach(|| {
-            let guard = self.lock();
-            let reader = guard.as_ref()?;
+            let reader = &**self.open.lease()?;
             Some(warm::prewarm(reader, max_bytes, &mut |done, total| {
                 interrupts.attached(|py| match &progress {
                     Some(progress) => progress.call1(py, (done, total)).map(drop),
@@ -216,8 +215,7 @@ impl Reader {
     fn residency(&self, py: Python<'_>) -> PyResult<(u64, Option<u64>, u64, u64)> {
         let interrupts = Interrupts::new(None)?;
         let outcome = py.detach(|| {
-            let guard = self.lock();
-            let reader = guard.as_ref()?;
+            let reader = &**self.open.lease()?;
             Some(interrupts.run(|control| warm::residency(reader, control)))
         });
         let resident = interrupts.raise(py, outcome.ok_or_else(closed)?)?;
@@ -231,21 +229,47 @@ impl Reader {
 
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| {
-            let taken = self
-                .reader
-                .write()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take();
-            if let Some(reader) = taken {
-                reader.close();
-            }
+        py.detach(|| self.open.close());
+    }
+
+    /// Serves the table of the same name at `path` from now on; describes it. Calls under way end
+    /// with the files they began with.
+    fn reopen<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+        let lease = py
+            .detach(|| self.open.reopen(&path))
+            .ok_or_else(closed)?
+            .or_raise(py)?;
+        let dict = describe(py, &lease);
+        py.detach(|| drop(lease));
+        dict
+    }
+
+    /// Compares `rows` rows (all for None), each read in two ways, and what the files are with what
+    /// they were.
+    fn verify<'py>(
+        &self,
+        py: Python<'py>,
+        rows: Option<u64>,
+        seed: u64,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let interrupts = Interrupts::new(None)?;
+        let outcome = py.detach(|| {
+            let reader = self.open.lease()?;
+            Some(verify::verify(&reader, rows, seed, &mut |done, total| {
+                interrupts.attached(|py| match &progress {
+                    Some(progress) => progress.call1(py, (done, total)).map(drop),
+                    None => Ok(()),
+                })
+            }))
         });
+        let found = interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        crate::verification::into_dict(py, &found)
     }
 
     #[getter]
     fn is_closed(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.lock().is_none())
+        py.detach(|| self.open.lease().is_none())
     }
 }
 
@@ -266,8 +290,7 @@ pub(crate) fn gather_many(
     timeout: Option<f64>,
 ) -> PyResult<()> {
     let interrupts = Interrupts::new(timeout)?;
-    // One lock per reader however often it occurs: a second shared lock behind a waiting close
-    // would wait for ever.
+    // One lease per reader however often it occurs: a batch sees one generation of files.
     let mut readers: Vec<&Reader> = Vec::new();
     let mut flats = Vec::with_capacity(requests.len());
     let mut outputs = Vec::with_capacity(requests.len());
@@ -310,18 +333,19 @@ pub(crate) fn gather_many(
         prepared.push((*place, &flat[..], sinks, *pad_id));
     }
     let outcome = py.detach(|| {
-        let guards: Vec<_> = readers.iter().map(|reader| reader.lock()).collect();
-        let requests = prepared
-            .into_iter()
-            .map(|(place, ids, sinks, pad_id)| {
-                guards[place].as_ref().map(|reader| Request {
-                    reader,
-                    ids,
-                    sinks,
-                    pad_id,
-                })
-            })
+        let leases = readers
+            .iter()
+            .map(|reader| reader.open.lease())
             .collect::<Option<Vec<_>>>()?;
+        let requests: Vec<_> = prepared
+            .into_iter()
+            .map(|(place, ids, sinks, pad_id)| Request {
+                reader: &leases[place],
+                ids,
+                sinks,
+                pad_id,
+            })
+            .collect();
         Some(interrupts.run(|control| gather(&requests, control)))
     });
     interrupts.raise(py, outcome.ok_or_else(closed)?)?;
@@ -374,9 +398,9 @@ pub(crate) fn gather_tokens(
         if let Err(error) = hash.core().ids(&step, &mut ids, threads_for(count)) {
             return Some(Err(error));
         }
-        let guard = reader.lock();
+        let lease = reader.open.lease()?;
         let request = Request {
-            reader: guard.as_ref()?,
+            reader: &lease,
             ids: &ids,
             sinks,
             pad_id,

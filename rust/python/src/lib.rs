@@ -10,8 +10,10 @@ mod buffer;
 mod errors;
 mod gather;
 mod hash;
+mod open;
 mod stats;
 mod table;
+mod verification;
 
 use pyo3::prelude::*;
 
