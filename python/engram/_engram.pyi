@@ -1,10 +1,11 @@
 """Native half of engram."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 _Integers = NDArray[np.int64] | NDArray[np.int32]
 
@@ -17,8 +18,9 @@ class CheckpointError(ValueError):
     position: int | None
     offset: int | None
 
+@disjoint_base
 class HostBuffer:
-    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -56,6 +58,7 @@ class Reader:
     @property
     def is_closed(self) -> bool: ...
 
+def after_fork() -> None: ...
 def drop_cache(paths: Sequence[str]) -> int: ...
 def gather_many(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]], int | None]],

@@ -52,6 +52,23 @@ pub struct Control<'a> {
 }
 
 impl Control<'_> {
+    /// Looks at the clock; and for an interrupt, where the last look was some time ago: that may
+    /// have to wait for the interpreter.
+    fn check(&self, checked: &mut Instant) -> Result<()> {
+        let now = Instant::now();
+        if self.deadline.is_some_and(|deadline| now >= deadline) {
+            return Err(Error::Timeout {
+                message: "timed out while copying resident rows".to_owned(),
+                place: Box::default(),
+            });
+        }
+        if now.duration_since(*checked) < CHECK_PERIOD {
+            return Ok(());
+        }
+        *checked = now;
+        (self.interrupt)()
+    }
+
     /// No deadline, no interrupts.
     pub const NONE: Control<'static> = Control {
         deadline: None,

@@ -1,7 +1,6 @@
 //! `Reader`: an opened table, and the gathers over one or many of them.
 //!
-//! Leases of the open table are taken, and closing is waited for, with the interpreter released: a
-//! running gather attaches to the interpreter to look for signals.
+//! The open table sits behind a gate: gathers share it, closing waits for them.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -13,15 +12,13 @@ use engram_core::discover::TableRef;
 use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
 use engram_core::{verify, warm};
-use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::buffer::{Output, read_ids};
-use crate::errors::{OrRaise as _, to_py};
+use crate::buffer::{Ids, Output};
+use crate::errors::{OrRaise as _, to_py, value_error};
+use crate::gate::{Entered, Gate};
 use crate::hash::{Inputs, NgramHash, threads_for};
-use crate::open::Open;
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -44,8 +41,8 @@ impl TableArgument {
 /// A table opened for reading.
 #[pyclass(frozen, weakref, module = "engram._engram")]
 pub(crate) struct Reader {
-    open: Open,
-    /// Bytes of a row, per plane; every reopening keeps them.
+    reader: Gate<CoreReader>,
+    /// Bytes of a row, per plane; kept outside the gate.
     plane_bytes: Vec<usize>,
 }
 
@@ -59,8 +56,8 @@ fn describe<'py>(py: Python<'py>, reader: &CoreReader) -> PyResult<Bound<'py, Py
     table::describe(py, reader.table(), &files)
 }
 
-fn closed() -> PyErr {
-    PyValueError::new_err("this FileGather is closed; open a new one")
+fn closed(py: Python<'_>) -> PyErr {
+    value_error(py, "this FileGather is closed; open a new one")
 }
 
 thread_local! {
@@ -69,6 +66,20 @@ thread_local! {
 }
 
 impl Reader {
+    fn enter(&self, py: Python<'_>) -> PyResult<Entered<'_, CoreReader>> {
+        self.reader.enter(py).ok_or_else(|| closed(py))
+    }
+
+    /// Refuses a number of outputs other than that of planes.
+    fn require_planes(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        let planes = self.plane_bytes.len();
+        if count == planes {
+            return Ok(());
+        }
+        let text = format!("{count} outputs for a table of {planes} planes");
+        Err(value_error(py, &text))
+    }
+
     /// Bytes of the first plane's rows.
     #[cfg(feature = "bench")]
     pub(crate) fn first_plane_bytes(&self) -> usize {
@@ -81,9 +92,9 @@ impl Reader {
         py: Python<'_>,
         body: impl Send + FnOnce(&Arc<CoreReader>) -> engram_core::Result<T>,
     ) -> PyResult<T> {
-        py.detach(|| self.open.lease().map(|reader| body(&reader)))
-            .ok_or_else(closed)?
-            .or_raise(py)
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        py.detach(|| body(reader)).or_raise(py)
     }
 }
 
@@ -120,17 +131,14 @@ impl Reader {
             .map(engram_core::table::Plane::row_bytes)
             .collect();
         Ok(Self {
-            open: Open::new(reader),
+            reader: Gate::new(Arc::new(reader)),
             plane_bytes,
         })
     }
 
     /// The table, as a dictionary.
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let lease = py.detach(|| self.open.lease()).ok_or_else(closed)?;
-        let dict = describe(py, &lease);
-        py.detach(|| drop(lease));
-        dict
+        describe(py, &*self.enter(py)?)
     }
 
     /// Gathers rows into one buffer of shape `[*ids.shape, row]`, planes of a row side by side.
@@ -143,37 +151,31 @@ impl Reader {
         pad_id: Option<i64>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let ids = PyBuffer::<i64>::get(ids)?;
+        let ids = Ids::new(ids)?;
         let out = Output::new(out)?;
-        let interrupts = Interrupts::new(timeout)?;
+        let interrupts = Interrupts::new(py, timeout)?;
         let row_bytes = self.plane_bytes.iter().sum();
         out.require_shape(&ids, row_bytes)?;
         let mut flat = IDS.take();
         flat.clear();
-        read_ids(py, &ids, &mut flat)?;
+        ids.append_to(py, &mut flat);
         let mut offset = 0;
         let mut sinks = engram_core::gather::Sinks::new();
         for &bytes in &self.plane_bytes {
             sinks.push(out.sink(py, offset, row_bytes, bytes, flat.len())?);
             offset += bytes;
         }
-        let ids = &flat[..];
-        let outcome = py.detach(|| {
-            let reader = &**self.open.lease()?;
-            Some(interrupts.run(|control| {
-                gather(
-                    &[Request {
-                        reader,
-                        ids,
-                        sinks,
-                        pad_id,
-                    }],
-                    control,
-                )
-            }))
-        });
+        let entered = self.enter(py)?;
+        let request = Request {
+            reader: &entered,
+            ids: &flat,
+            sinks,
+            pad_id,
+        };
+        let outcome = py.detach(|| interrupts.run(|control| gather(&[request], control)));
+        drop(entered);
         IDS.replace(flat);
-        interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        interrupts.raise(py, outcome)?;
         Ok(())
     }
 
@@ -186,7 +188,7 @@ impl Reader {
     /// Starts reading rows that will be wanted soon; returns at once.
     fn prefetch(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut flat = Vec::new();
-        read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
+        Ids::new(ids)?.append_to(py, &mut flat);
         self.with(py, |reader| gather::prefetch(reader, flat))
     }
 
@@ -197,28 +199,28 @@ impl Reader {
         max_bytes: Option<u64>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        let interrupts = Interrupts::new(None)?;
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
         let outcome = py.detach(|| {
-            let reader = &**self.open.lease()?;
-            Some(warm::prewarm(reader, max_bytes, &mut |done, total| {
+            warm::prewarm(reader, max_bytes, &mut |done, total| {
                 interrupts.attached(|py| match &progress {
                     Some(progress) => progress.call1(py, (done, total)).map(drop),
                     None => Ok(()),
                 })
-            }))
+            })
         });
-        interrupts.raise(py, outcome.ok_or_else(closed)?)
+        interrupts.raise(py, outcome)
     }
 
     /// Pages of the table, those in memory (None if the kernel does not tell), those believed to
     /// be, and bytes of a page.
     fn residency(&self, py: Python<'_>) -> PyResult<(u64, Option<u64>, u64, u64)> {
-        let interrupts = Interrupts::new(None)?;
-        let outcome = py.detach(|| {
-            let reader = &**self.open.lease()?;
-            Some(interrupts.run(|control| warm::residency(reader, control)))
-        });
-        let resident = interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome = py.detach(|| interrupts.run(|control| warm::residency(reader, control)));
+        let resident = interrupts.raise(py, outcome)?;
         Ok((
             resident.pages,
             resident.resident,
@@ -228,20 +230,19 @@ impl Reader {
     }
 
     /// Closes after running calls have ended.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.open.close());
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.reader.close(py, CoreReader::close)
     }
 
     /// Serves the table of the same name at `path` from now on; describes it. Calls under way end
     /// with the files they began with.
     fn reopen<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
-        let lease = py
-            .detach(|| self.open.reopen(&path))
-            .ok_or_else(closed)?
-            .or_raise(py)?;
-        let dict = describe(py, &lease);
-        py.detach(|| drop(lease));
-        dict
+        let new = Arc::new(self.with(py, |reader| reader.reopen(&path))?);
+        let description = describe(py, &new)?;
+        self.reader
+            .exchange(py, new, CoreReader::close)
+            .ok_or_else(|| closed(py))?;
+        Ok(description)
     }
 
     /// Compares `rows` rows (all for None), each read in two ways, and what the files are with what
@@ -253,23 +254,24 @@ impl Reader {
         seed: u64,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let interrupts = Interrupts::new(None)?;
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
         let outcome = py.detach(|| {
-            let reader = self.open.lease()?;
-            Some(verify::verify(&reader, rows, seed, &mut |done, total| {
+            verify::verify(reader, rows, seed, &mut |done, total| {
                 interrupts.attached(|py| match &progress {
                     Some(progress) => progress.call1(py, (done, total)).map(drop),
                     None => Ok(()),
                 })
-            }))
+            })
         });
-        let found = interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        let found = interrupts.raise(py, outcome)?;
         crate::verification::into_dict(py, &found)
     }
 
     #[getter]
     fn is_closed(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.open.lease().is_none())
+        self.reader.is_closed(py)
     }
 }
 
@@ -289,30 +291,14 @@ pub(crate) fn gather_many(
     requests: Vec<ManyItem<'_>>,
     timeout: Option<f64>,
 ) -> PyResult<()> {
-    let interrupts = Interrupts::new(timeout)?;
-    // One lease per reader however often it occurs: a batch sees one generation of files.
-    let mut readers: Vec<&Reader> = Vec::new();
+    let interrupts = Interrupts::new(py, timeout)?;
     let mut flats = Vec::with_capacity(requests.len());
     let mut outputs = Vec::with_capacity(requests.len());
     for (reader, ids, planes, _) in &requests {
-        let reader = reader.get();
-        if planes.len() != reader.plane_bytes.len() {
-            return Err(PyValueError::new_err(format!(
-                "{} outputs for a table of {} planes",
-                planes.len(),
-                reader.plane_bytes.len()
-            )));
-        }
-        let place = readers
-            .iter()
-            .position(|known| std::ptr::eq(*known, reader))
-            .unwrap_or_else(|| {
-                readers.push(reader);
-                readers.len() - 1
-            });
+        reader.get().require_planes(py, planes.len())?;
         let mut flat = Vec::new();
-        read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
-        flats.push((place, flat));
+        Ids::new(ids)?.append_to(py, &mut flat);
+        flats.push(flat);
         outputs.push(
             planes
                 .iter()
@@ -320,35 +306,31 @@ pub(crate) fn gather_many(
                 .collect::<PyResult<Vec<_>>>()?,
         );
     }
+    let entered = requests
+        .iter()
+        .map(|(reader, ..)| reader.get().enter(py))
+        .collect::<PyResult<Vec<_>>>()?;
     let mut prepared = Vec::with_capacity(requests.len());
-    for (((reader, _, planes, pad_id), (place, flat)), outs) in
-        requests.iter().zip(&flats).zip(&outputs)
+    for ((((reader, _, planes, pad_id), ids), outs), entered) in
+        requests.iter().zip(&flats).zip(&outputs).zip(&entered)
     {
         let mut sinks = engram_core::gather::Sinks::new();
         for (((_, offset, stride), out), bytes) in
             planes.iter().zip(outs).zip(&reader.get().plane_bytes)
         {
-            sinks.push(out.sink(py, *offset, *stride, *bytes, flat.len())?);
+            sinks.push(out.sink(py, *offset, *stride, *bytes, ids.len())?);
         }
-        prepared.push((*place, &flat[..], sinks, *pad_id));
+        prepared.push(Request {
+            reader: entered,
+            ids,
+            sinks,
+            pad_id: *pad_id,
+        });
     }
-    let outcome = py.detach(|| {
-        let leases = readers
-            .iter()
-            .map(|reader| reader.open.lease())
-            .collect::<Option<Vec<_>>>()?;
-        let requests: Vec<_> = prepared
-            .into_iter()
-            .map(|(place, ids, sinks, pad_id)| Request {
-                reader: &leases[place],
-                ids,
-                sinks,
-                pad_id,
-            })
-            .collect();
-        Some(interrupts.run(|control| gather(&requests, control)))
-    });
-    interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+    let outcome = py.detach(|| interrupts.run(|control| gather(&prepared, control)));
+    drop(prepared);
+    drop(entered);
+    interrupts.raise(py, outcome)?;
     Ok(())
 }
 
@@ -371,13 +353,7 @@ pub(crate) fn gather_tokens(
     planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
     pad_id: Option<i64>,
 ) -> PyResult<()> {
-    if planes.len() != reader.plane_bytes.len() {
-        return Err(PyValueError::new_err(format!(
-            "{} outputs for a table of {} planes",
-            planes.len(),
-            reader.plane_bytes.len()
-        )));
-    }
+    reader.require_planes(py, planes.len())?;
     let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
     let step = inputs.step(hash.core().context_len()).or_raise(py)?;
     let count = step.tokens().len() * hash.core().heads().count();
@@ -390,25 +366,25 @@ pub(crate) fn gather_tokens(
     {
         sinks.push(out.sink(py, *offset, *stride, *bytes, count)?);
     }
-    let interrupts = Interrupts::new(None)?;
+    let interrupts = Interrupts::new(py, None)?;
+    let entered = reader.enter(py)?;
+    let reader = &*entered;
     let mut ids = IDS.take();
     ids.clear();
     ids.resize(count, 0);
     let outcome = py.detach(|| {
-        if let Err(error) = hash.core().ids(&step, &mut ids, threads_for(count)) {
-            return Some(Err(error));
-        }
-        let lease = reader.open.lease()?;
+        hash.core().ids(&step, &mut ids, threads_for(count))?;
         let request = Request {
-            reader: &lease,
+            reader,
             ids: &ids,
             sinks,
             pad_id,
         };
-        Some(interrupts.run(|control| gather(&[request], control)))
+        interrupts.run(|control| gather(&[request], control))
     });
+    drop(entered);
     IDS.replace(ids);
-    interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+    interrupts.raise(py, outcome)?;
     Ok(())
 }
 
@@ -419,19 +395,15 @@ struct Interrupts {
 }
 
 impl Interrupts {
-    fn new(timeout: Option<f64>) -> PyResult<Self> {
-        let deadline = match timeout {
-            None => None,
-            Some(seconds) => {
-                let duration = Duration::try_from_secs_f64(seconds).map_err(|_| {
-                    PyValueError::new_err(format!(
-                        "timeout={seconds} is not a number of seconds from 0 on"
-                    ))
-                })?;
-                // A timeout beyond the clock's range is no timeout.
-                Instant::now().checked_add(duration)
-            }
-        };
+    fn new(py: Python<'_>, timeout: Option<f64>) -> PyResult<Self> {
+        if let Some(seconds) = timeout.filter(|seconds| seconds.is_nan() || *seconds < 0.0) {
+            let text = format!("timeout={seconds} is not a number of seconds from 0 on");
+            return Err(value_error(py, &text));
+        }
+        // A timeout beyond the clock's range is no timeout.
+        let deadline = timeout
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+            .and_then(|duration| Instant::now().checked_add(duration));
         Ok(Self {
             deadline,
             raised: Mutex::new(None),

@@ -26,6 +26,9 @@ const WORTH: usize = 8;
 /// From this many rows on, probing is shared among threads.
 const PARALLEL_PROBE: usize = 512;
 
+/// Reads that do not wait between two looks at the clock.
+const READS_PER_CHECK: usize = 256;
+
 /// Readers that are read in the same way share one round of reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Way {
@@ -109,7 +112,10 @@ pub(super) fn fill(
         }
     }
     // Whatever copying the reads left no time for.
-    while deferred.step(lanes) {}
+    let mut checked = started;
+    while deferred.step(lanes) {
+        control.check(&mut checked)?;
+    }
     Ok(())
 }
 
@@ -238,7 +244,11 @@ impl Round<'_> {
     /// which waits where the device has not delivered yet.
     fn advise_and_copy(&self) -> Result<()> {
         let started = Instant::now();
-        for read in &self.plan.reads {
+        let mut checked = started;
+        for (index, read) in self.plan.reads.iter().enumerate() {
+            if index % READS_PER_CHECK == 0 {
+                self.control.check(&mut checked)?;
+            }
             // Advice is a hint; without it the copy faults.
             drop(self.files[read.file as usize].will_need(read.offset, u64::from(read.len)));
         }
@@ -271,7 +281,7 @@ impl Round<'_> {
         let mut reads = &self.plan.reads[..];
         let mut left = Vec::new();
         if self.way.engine == Engine::Pool && !direct {
-            self.read_cached(&mut left);
+            self.read_cached(&mut left, started)?;
             reads = &left;
         }
         let batch = Batch {
@@ -310,7 +320,7 @@ impl Round<'_> {
     }
 
     /// Serves what the page cache holds with reads that do not wait, before any thread is woken.
-    fn read_cached(&self, left: &mut Vec<Read>) {
+    fn read_cached(&self, left: &mut Vec<Read>, mut checked: Instant) -> Result<()> {
         let longest = self
             .plan
             .reads
@@ -320,11 +330,18 @@ impl Round<'_> {
             .unwrap_or(0);
         let mut slot = vec![0; longest];
         let mut refused = false;
-        for read in &self.plan.reads {
+        for (index, read) in self.plan.reads.iter().enumerate() {
+            if refused {
+                left.push(read.clone());
+                continue;
+            }
+            if index % READS_PER_CHECK == 0 {
+                self.control.check(&mut checked)?;
+            }
             let slot = &mut slot[..read.len as usize];
             let file = &self.files[read.file as usize];
             match file.read_cached_at(slot, read.offset) {
-                Ok(bytes) if !refused && bytes == slot.len() => self.deliver(read, slot),
+                Ok(bytes) if bytes == slot.len() => self.deliver(read, slot),
                 Err(error)
                     if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
                 {
@@ -334,6 +351,7 @@ impl Round<'_> {
                 _ => left.push(read.clone()),
             }
         }
+        Ok(())
     }
 
     /// Scatters the bytes of one read, and notes that its pages are in memory now.
