@@ -1,7 +1,7 @@
 """Native half of engram."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ class CheckpointError(ValueError):
 
 @disjoint_base
 class HostBuffer:
-    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -54,6 +54,7 @@ class Reader:
     @property
     def is_closed(self) -> bool: ...
 
+def after_fork() -> None: ...
 def drop_cache(paths: Sequence[str]) -> int: ...
 def gather_many(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]], int | None]],

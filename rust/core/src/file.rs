@@ -8,11 +8,13 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::map::Map;
 use crate::residency::Residency;
 
@@ -88,6 +90,8 @@ pub struct OpenFile {
     identity: Identity,
     filesystem: Filesystem,
     map: std::result::Result<Arc<Map>, NoMap>,
+    /// Bytes left of the file when it was found cut short; `u64::MAX` until then.
+    cut: AtomicU64,
     residency: OnceLock<Arc<Residency>>,
     may_query: bool,
     direct: OnceLock<std::result::Result<Direct, i32>>,
@@ -100,6 +104,8 @@ pub enum NoMap {
     NotWanted,
     /// The filesystem is remote.
     Remote,
+    /// `ENGRAM_SIGBUS=0` says that engram may not answer for pages that cannot be read.
+    Forbidden,
     /// The kernel refused with this error number.
     Refused(i32),
 }
@@ -136,6 +142,7 @@ impl OpenFile {
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
         let map = match mapping {
             Mapping::Never => Err(NoMap::NotWanted),
+            _ if !fault::allowed() => Err(NoMap::Forbidden),
             Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
             Mapping::IfSafe | Mapping::Required => Map::new(&file, len)
                 .map(Arc::new)
@@ -148,6 +155,7 @@ impl OpenFile {
             identity,
             filesystem,
             map,
+            cut: AtomicU64::new(u64::MAX),
             residency: OnceLock::new(),
             may_query,
             direct: OnceLock::new(),
@@ -174,6 +182,45 @@ impl OpenFile {
     /// Whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.identity.len == 0
+    }
+
+    /// Bytes left of the file, if it was found cut short while open. What was beyond is gone for
+    /// good, whatever is written there later.
+    pub fn cut(&self) -> Option<u64> {
+        Some(self.cut.load(Ordering::Relaxed)).filter(|&cut| cut != u64::MAX)
+    }
+
+    /// Looks at the file's size, a tenth of a microsecond; whether it has never been found short.
+    /// The last page of a file that was cut reads as zeros from a mapping, without any fault.
+    pub(crate) fn is_whole(&self) -> io::Result<bool> {
+        let size = rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))?;
+        if size < self.identity.len {
+            self.note_cut(size);
+        }
+        Ok(self.cut.load(Ordering::Relaxed) == u64::MAX)
+    }
+
+    #[cold]
+    fn note_cut(&self, size: u64) {
+        self.cut.fetch_min(size, Ordering::Relaxed);
+        let residency = self.residency();
+        residency.bar(&(residency.pages_of(size, 1).start..residency.pages()));
+    }
+
+    /// Believes nothing of what the mapping lost. If the file was changed meanwhile, what was lost
+    /// is taken for cut off.
+    #[cold]
+    pub(crate) fn give_up_lost(&self) -> io::Result<()> {
+        let Some(lost) = self.map().ok().and_then(|map| map.lost()) else {
+            return Ok(());
+        };
+        let residency = self.residency();
+        residency.bar(&residency.pages_of(lost.start, lost.end - lost.start));
+        if self.is_whole()? && Identity::of(&self.file.metadata()?) != self.identity {
+            // Cut and made longer again: where in its last page it ended meanwhile is not known.
+            self.note_cut(lost.start.saturating_sub(rustix::param::page_size() as u64));
+        }
+        Ok(())
     }
 
     /// The filesystem it lives on.
@@ -342,7 +389,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     if identity.len == 0 {
         return Ok(0);
     }
-    let map = Map::new(&file, identity.len).map_err(refuse)?;
+    let map = Map::for_queries(&file, identity.len).map_err(refuse)?;
     let page = rustix::param::page_size() as u64;
     let mut states = Vec::new();
     map.resident(0..identity.len.div_ceil(page), &mut states)

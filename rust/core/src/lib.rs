@@ -25,6 +25,7 @@ mod crew;
 mod cuts;
 pub mod discover;
 pub mod error;
+mod fault;
 pub mod fetch;
 pub mod file;
 pub mod gather;

@@ -430,8 +430,20 @@ fn resolve_mapping(
                     file.path(),
                 ));
             }
+            NoMap::Forbidden if asked == Io::Mmap => {
+                return Err(Error::value(
+                    "io=\"mmap\" needs mappings, which ENGRAM_SIGBUS=0 forbids; unset it, or use io=\"auto\" or io=\"pread\"",
+                ));
+            }
+            NoMap::Forbidden => fallbacks.push(
+                "not mapped: ENGRAM_SIGBUS=0 forbids engram to catch pages that cannot be read; rows are read instead".to_owned(),
+            ),
             NoMap::Refused(errno) => {
-                let hint = if errno == libc::ENOMEM { " (RLIMIT_AS or vm.max_map_count)" } else { "" };
+                let hint = match errno {
+                    libc::ENOMEM => " (RLIMIT_AS or vm.max_map_count)",
+                    libc::EBUSY => " (other handlers of SIGBUS were installed too often)",
+                    _ => "",
+                };
                 fallbacks.push(format!(
                     "mmap refused on {filesystem}: {}{hint}; rows are read instead ({})",
                     reason(errno),

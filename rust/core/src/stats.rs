@@ -123,6 +123,8 @@ pub struct Stats {
     pub depth: Counter,
     /// Major faults taken while copying: beliefs that were wrong.
     pub major_faults: Counter,
+    /// Row parts read again because the page they were copied from could not be read.
+    pub rows_reread: Counter,
     /// Pages whose residency the kernel was asked for.
     pub pages_probed: Counter,
     /// Prefetches begun.

@@ -47,6 +47,7 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
             ("reads", stats.reads.get()),
             ("depth", stats.depth.get()),
             ("major_faults", stats.major_faults.get()),
+            ("rows_reread", stats.rows_reread.get()),
             ("pages_probed", stats.pages_probed.get()),
             ("prefetches", stats.prefetches.get()),
             ("prefetches_dropped", stats.prefetches_dropped.get()),
