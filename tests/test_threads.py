@@ -10,9 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from checkpoint_support import opened, raises, raw, safetensors, tensor
 
 import engram
+from checkpoint_support import opened, raises, raw, safetensors, tensor
 
 ROWS, COLUMNS = 2000, 64
 
