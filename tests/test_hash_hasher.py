@@ -138,7 +138,9 @@ def test_stored_constants_that_disagree_are_refused(qwen, name):
     message = str(caught.value)
     assert f"{tensor} is {list(map(int, stored))}" in message
     assert f"gives {list(map(int, derived))}" in message
-    assert "model-00001-of-00002.safetensors" in message
+    assert caught.value.path == str(qwen / "model-00001-of-00002.safetensors")
+    assert caught.value.path in message
+    assert (caught.value.table, caught.value.row, caught.value.offset) == (None, None, None)
     # The other layer's are untouched.
     assert engram.hasher(qwen, 1).layer == 2
 

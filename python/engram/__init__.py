@@ -14,6 +14,7 @@ from engram.buffer import HostBuffer
 from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+from engram.verification import Problem, Verification
 
 __all__ = [
     "CheckpointError",
@@ -25,6 +26,7 @@ __all__ = [
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "Problem",
     "ReadOncePerNode",
     "Residency",
     "Rows",
@@ -33,9 +35,11 @@ __all__ = [
     "TableInfo",
     "TableSet",
     "TokenHistory",
+    "Verification",
     "__version__",
     "dequantize",
     "drop_cache",
+    "gather_tokens",
     "hasher",
     "model_has_engram_layers",
     "new_groups",
@@ -45,7 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from engram.config import EngramConfig, model_has_engram_layers
     from engram.exchange import ReadOncePerNode, ShardedLookup
-    from engram.hashing import TokenHistory, hasher
+    from engram.hashing import TokenHistory, gather_tokens, hasher
     from engram.parallel import Groups, Shard, new_groups
     from engram.quant import Dequantizer, dequantize
 
@@ -58,6 +62,7 @@ _LAZY: dict[str, str] = {
     "ShardedLookup": "engram.exchange",
     "TokenHistory": "engram.hashing",
     "dequantize": "engram.quant",
+    "gather_tokens": "engram.hashing",
     "hasher": "engram.hashing",
     "model_has_engram_layers": "engram.config",
     "new_groups": "engram.parallel",

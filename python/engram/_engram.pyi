@@ -1,10 +1,11 @@
 """Native half of engram."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 _Integers = NDArray[np.int64] | NDArray[np.int32]
 
@@ -17,8 +18,9 @@ class CheckpointError(ValueError):
     position: int | None
     offset: int | None
 
+@disjoint_base
 class HostBuffer:
-    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -44,17 +46,32 @@ class Reader:
     def gather(
         self, ids: Any, out: Any, pad_id: int | None = None, timeout: float | None = None
     ) -> None: ...
+    def prefetch(self, ids: Any) -> None: ...
     def prewarm(self, max_bytes: int | None, progress: Callable[[int, int], Any] | None) -> int: ...
     def residency(self) -> tuple[int, int | None, int, int]: ...
     def stats(self) -> dict[str, Any]: ...
+    def verify(
+        self, rows: int | None, seed: int, progress: Callable[[int, int], Any] | None
+    ) -> dict[str, Any]: ...
+    def reopen(self, path: str) -> dict[str, Any]: ...
     def close(self) -> None: ...
     @property
     def is_closed(self) -> bool: ...
 
+def after_fork() -> None: ...
 def drop_cache(paths: Sequence[str]) -> int: ...
 def gather_many(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]], int | None]],
     timeout: float | None = None,
+) -> None: ...
+def gather_tokens(
+    hash: NgramHash,
+    reader: Reader,
+    tokens: _Integers,
+    query_start_loc: _Integers | None,
+    context: _Integers | None,
+    planes: Sequence[tuple[Any, int, int]],
+    pad_id: int | None,
 ) -> None: ...
 def tables(path: str, plain: bool) -> list[dict[str, Any]]: ...
 

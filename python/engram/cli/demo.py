@@ -20,7 +20,7 @@ from engram import synth as library
 
 from .errors import Failed, reported
 from .inspect import inspect_path, resident_share, show
-from .machine import file_system, kernel, memory, processor
+from .machine import file_system, kernel, load, memory, processor
 from .synth import write_with_progress
 from .text import format_bytes, format_seconds, output, parse_size, percent, plural, status
 from .timing import Method, Result, interleaved
@@ -64,6 +64,7 @@ def demo(
         total = memory()
         console.print(f"memory       {'unknown' if total is None else format_bytes(total)}")
         console.print(f"kernel       {kernel()}")
+        console.print(f"load         {load()}")
         with _checkpoint(directory, nbytes, console, keep=keep) as info:
             show(inspect_path(info.directory), console)
             console.print()

@@ -20,6 +20,14 @@ def processor() -> str:
     return f"{model}, {cores} cores usable"
 
 
+def load() -> str:
+    """Processes that wanted a core during the last minute: what else ran while this measured."""
+    try:
+        return f"{os.getloadavg()[0]:.1f} over the last minute"
+    except OSError:
+        return "unknown"
+
+
 def kernel() -> str:
     """Kernel name and release."""
     return f"{platform.system()} {platform.release()}"

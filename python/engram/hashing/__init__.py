@@ -22,6 +22,7 @@ from engram.hashing.deepseek import DeepSeekHash
 from engram.hashing.history import TokenHistory
 from engram.hashing.longcat import LongCatHash
 from engram.hashing.qwen import QwenHash
+from engram.hashing.rows import gather_tokens
 from engram.hashing.token_map import compressed_token_map, token_map_checksum
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "QwenHash",
     "TokenHistory",
     "compressed_token_map",
+    "gather_tokens",
     "hasher",
     "token_map_checksum",
 ]

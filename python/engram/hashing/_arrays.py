@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from engram._errors import placed
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -39,15 +41,17 @@ def integers(value: Any, name: str) -> Integers:
     given = value
     if is_torch(value):
         if value.device.type != "cpu":
-            raise TypeError(
-                f"{name}: on {value.device}; NgramHash.ids takes host memory. "
-                f'NgramHash.to_device("{value.device}") computes the same ids there'
+            raise placed(
+                TypeError(
+                    f"{name}: on {value.device}; NgramHash.ids takes host memory. "
+                    f'NgramHash.to_device("{value.device}") computes the same ids there'
+                )
             )
         value = value.detach().numpy()
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise placed(ValueError(f"{name}: {error}")) from None
     if _is_native(array):
         return cast("Integers", array)
     if array.dtype in (_INT64, _INT32):
@@ -56,9 +60,9 @@ def integers(value: Any, name: str) -> Integers:
         return np.empty(array.shape, np.int64)
     if array.dtype.kind not in "iu":
         _refuse_huge(array, name)
-        raise TypeError(f"{name}: integers are needed, not {array.dtype}")
+        raise placed(TypeError(f"{name}: integers are needed, not {array.dtype}"))
     if array.dtype == np.uint64 and array.size > 0 and int(array.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"{name}: {int(array.max())} does not fit a signed 64-bit integer")
+        raise placed(ValueError(f"{name}: {int(array.max())} does not fit a signed 64-bit integer"))
     return array.astype(np.int64, order="C")
 
 
@@ -78,7 +82,7 @@ def _refuse_huge(array: NDArray[Any], name: str) -> None:
     if array.dtype == np.object_:
         values = cast("list[object]", array.reshape(-1).tolist())
         if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-            raise ValueError(f"{name}: an integer does not fit a signed 64-bit integer")
+            raise placed(ValueError(f"{name}: an integer does not fit a signed 64-bit integer"))
 
 
 def ids_out(out: Any, shape: tuple[int, ...]) -> NDArray[np.int64]:
@@ -91,23 +95,29 @@ def ids_out(out: Any, shape: tuple[int, ...]) -> NDArray[np.int64]:
     if isinstance(out, np.ndarray):
         array = cast("NDArray[np.int64]", out)
         if array.dtype != _INT64:
-            raise TypeError(f"out: dtype is {array.dtype}; ids are int64")
+            raise placed(TypeError(f"out: dtype is {array.dtype}; ids are int64"))
     elif is_torch(out):
         torch = sys.modules["torch"]
         if out.device.type != "cpu":
-            raise TypeError(f"out: on {out.device}; ids are written to host memory")
+            raise placed(TypeError(f"out: on {out.device}; ids are written to host memory"))
         if out.dtype != torch.int64:
-            raise TypeError(f"out: dtype is {out.dtype}; ids are torch.int64")
+            raise placed(TypeError(f"out: dtype is {out.dtype}; ids are torch.int64"))
         array = cast("NDArray[np.int64]", out.detach().numpy())
     else:
-        raise TypeError(f"out: a {type(out).__name__}; pass a numpy array or a CPU torch tensor")
+        raise placed(
+            TypeError(f"out: a {type(out).__name__}; pass a numpy array or a CPU torch tensor")
+        )
     if array.shape != shape:
-        raise ValueError(f"out: shape is {array.shape}; the ids of these tokens are {shape}")
+        raise placed(
+            ValueError(f"out: shape is {array.shape}; the ids of these tokens are {shape}")
+        )
     flags = array.flags
     if not flags.c_contiguous:
-        raise ValueError("out: not C-contiguous; pass a contiguous array, or leave out away")
+        raise placed(
+            ValueError("out: not C-contiguous; pass a contiguous array, or leave out away")
+        )
     if not flags.writeable:
-        raise ValueError("out: read-only; pass a writable array")
+        raise placed(ValueError("out: read-only; pass a writable array"))
     return array
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 
+from engram._errors import placed
 from engram.hashing._arrays import ids_out, integers, like
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def wraps(out_of_vocab: str) -> bool:
         ValueError: Neither of the two choices.
     """
     if out_of_vocab not in ("raise", "wrap"):
-        raise ValueError(f'out_of_vocab is {out_of_vocab!r}: choose "raise" or "wrap"')
+        raise placed(ValueError(f'out_of_vocab is {out_of_vocab!r}: choose "raise" or "wrap"'))
     return out_of_vocab == "wrap"
 
 
@@ -170,13 +171,19 @@ class NgramHash:
                 or ends past the tokens; a token or context entry is outside the vocabulary while
                 `out_of_vocab` is `"raise"` (`position` is the token's place in the flat tokens).
         """
-        flat = integers(tokens, "tokens")
+        flat, starts, history = self._step(tokens, query_start_loc, context)
         shape = (*flat.shape, self.heads)
-        starts = self._starts(flat, query_start_loc)
-        history = None if context is None else self._context(context, starts)
         ids = np.empty(shape, np.int64) if out is None else ids_out(out, shape)
         self._native.ids(flat, starts, history, ids)
         return like(tokens, ids) if out is None else out
+
+    def _step(
+        self, tokens: Any, query_start_loc: Any, context: Any
+    ) -> tuple[Integers, Integers | None, Integers | None]:
+        """Tokens, starts and context as the native half takes them."""
+        flat = integers(tokens, "tokens")
+        starts = self._starts(flat, query_start_loc)
+        return flat, starts, None if context is None else self._context(context, starts)
 
     def _starts(self, tokens: NDArray[Any], query_start_loc: Any) -> Integers | None:
         if tokens.ndim == 2 and query_start_loc is None:
@@ -184,15 +191,17 @@ class NgramHash:
             return np.arange(batch + 1, dtype=np.int64) * length
         if tokens.ndim != 1:
             with_starts = "" if query_start_loc is None else " with query_start_loc"
-            raise ValueError(
-                f"tokens: shape is {tokens.shape}; pass [T]{with_starts}"
-                + ("" if with_starts else ", or [B, S] for a batch of equally long requests")
+            raise placed(
+                ValueError(
+                    f"tokens: shape is {tokens.shape}; pass [T]{with_starts}"
+                    + ("" if with_starts else ", or [B, S] for a batch of equally long requests")
+                )
             )
         if query_start_loc is None:
             return None
         starts = integers(query_start_loc, "query_start_loc")
         if starts.ndim != 1:
-            raise ValueError(f"query_start_loc: shape is {starts.shape}; pass [R + 1]")
+            raise placed(ValueError(f"query_start_loc: shape is {starts.shape}; pass [R + 1]"))
         return starts
 
     def _context(self, context: Any, starts: NDArray[Any] | None) -> Integers:
@@ -200,9 +209,11 @@ class NgramHash:
         if history.ndim == 1 and (starts is None or starts.size == 2):
             history = history[np.newaxis]
         if history.ndim != 2:
-            raise ValueError(
-                f"context: shape is {history.shape}; pass [R, context_len], here [R, "
-                f"{self.context_len}]"
+            raise placed(
+                ValueError(
+                    f"context: shape is {history.shape}; pass [R, context_len], here [R, "
+                    f"{self.context_len}]"
+                )
             )
         return history
 

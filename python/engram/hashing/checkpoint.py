@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from engram._engram import CheckpointError
+from engram._errors import placed
 from engram.hashing.deepseek import DeepSeekHash
 from engram.hashing.fields import ConfigLike, Fields, read_config
 from engram.hashing.longcat import LongCatHash, LongCatVariant
@@ -64,9 +65,9 @@ def hasher(
     """
     fields, directory = read_config(path_or_config)
     if token_map is not None and not _announced(fields, "engram_layer_ids", "layer_ids"):
-        raise ValueError("token_map: only DeepSeek's hash maps tokens")
+        raise placed(ValueError("token_map: only DeepSeek's hash maps tokens"))
     if variant is not None and not _announced(fields, *_RATIOS):
-        raise ValueError(f"variant is {variant!r}: only LongCat's hash has variants")
+        raise placed(ValueError(f"variant is {variant!r}: only LongCat's hash has variants"))
 
     if _announced(fields, "ple_layer_ids"):
         layers = [layer - 1 for layer in sorted(set(fields.integers("ple_layer_ids", least=1)))]
@@ -95,7 +96,7 @@ def hasher(
         return LongCatHash(
             fields.root, variant=variant or "hf", out_of_vocab=out_of_vocab, dead_id=dead_id
         )
-    raise ValueError(_no_table(fields))
+    raise placed(ValueError(_no_table(fields)))
 
 
 def _announced(fields: Fields, *names: str) -> bool:
@@ -122,17 +123,19 @@ def _choose(table: str | int | None, layers: list[int], names: list[str]) -> int
     if table is None:
         if len(names) == 1:
             return 0
-        raise ValueError(f"the model has {len(names)} tables; choose one with table= ({choices})")
+        raise placed(
+            ValueError(f"the model has {len(names)} tables; choose one with table= ({choices})")
+        )
     if isinstance(table, str):
         match = _LAYER.search(table)
         if match is not None and int(match[1]) in layers:
             return layers.index(int(match[1]))
         if table in names or (not layers and "ngram_embeddings" in table):
             return 0
-        raise ValueError(f"the model has no table {table!r}; choose one of {choices}")
+        raise placed(ValueError(f"the model has no table {table!r}; choose one of {choices}"))
     place = operator.index(table)
     if not 0 <= place < len(names):
-        raise ValueError(f"the model has no table {place}; choose one of {choices}")
+        raise placed(ValueError(f"the model has no table {place}; choose one of {choices}"))
     return place
 
 
@@ -141,18 +144,23 @@ def _compare(qwen: QwenHash, directory: Path, layer: int) -> None:
     for constant in stored_constants(directory, layer):
         derived = cast("tuple[int, ...]", getattr(qwen, constant.attribute))
         if constant.values != derived:
-            raise CheckpointError(
-                f"{constant.path}: {constant.tensor} is {list(constant.values)}, but config.json "
-                f"gives {list(derived)}. The table was trained with the stored values, so the "
-                "configuration was changed (a padded vocab_size changes every multiplier) or "
-                "belongs to another checkpoint"
+            raise placed(
+                CheckpointError(
+                    f"{constant.path}: {constant.tensor} is {list(constant.values)}, but "
+                    f"config.json gives {list(derived)}. The table was trained with the stored "
+                    "values, so the configuration was changed (a padded vocab_size changes every "
+                    "multiplier) or belongs to another checkpoint"
+                ),
+                path=str(constant.path),
             )
 
 
 def _token_map(directory: Path | None) -> Any:
     if directory is None:
-        raise ValueError(
-            "DeepSeek hashes compressed token ids: pass the checkpoint's path, for its "
-            "tokenizer.json, or token_map=engram.hashing.compressed_token_map(tokenizer)"
+        raise placed(
+            ValueError(
+                "DeepSeek hashes compressed token ids: pass the checkpoint's path, for its "
+                "tokenizer.json, or token_map=engram.hashing.compressed_token_map(tokenizer)"
+            )
         )
     return compressed_token_map(directory)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from engram import _engram
+from engram._errors import placed
 from engram.hashing._arrays import integers
 from engram.hashing.base import DeviceRule, NgramHash, OutOfVocab, wraps
 from engram.hashing.fields import ConfigLike, Fields, divided, read_config
@@ -78,13 +79,18 @@ class DeepSeekHash(NgramHash):
         fields, _ = read_config(config)
         layers = fields.integers(_named(fields, "engram_layer_ids", "layer_ids"))
         if not layers:
-            raise ValueError(
-                f"{fields.name('engram_layer_ids')} is missing from the configuration, or empty: "
-                "this is no model with Engram tables"
+            raise placed(
+                ValueError(
+                    f"{fields.name('engram_layer_ids')} is missing from the configuration, or "
+                    "empty: this is no model with Engram tables"
+                )
             )
         if layer not in layers:
-            raise ValueError(
-                f"layer {layer} has no Engram table: {fields.name('engram_layer_ids')} is {layers}"
+            raise placed(
+                ValueError(
+                    f"layer {layer} has no Engram table: {fields.name('engram_layer_ids')} is "
+                    f"{layers}"
+                )
             )
         demo = _is_list(fields.get("engram_vocab_size"))
         max_ngram = fields.integer(
@@ -93,10 +99,15 @@ class DeepSeekHash(NgramHash):
         heads_field = _named(fields, "engram_n_heads", "n_head_per_ngram")
         mapping = integers(token_map, "token_map")
         if mapping.ndim != 1 or mapping.size == 0:
-            raise ValueError(f"token_map: shape is {mapping.shape}; pass one id for every token")
+            raise placed(
+                ValueError(f"token_map: shape is {mapping.shape}; pass one id for every token")
+            )
         if image_token_id is not None and not 0 <= image_token_id < mapping.size:
-            raise ValueError(
-                f"image_token_id is {image_token_id}, but the token map has {mapping.size} tokens"
+            raise placed(
+                ValueError(
+                    f"image_token_id is {image_token_id}, but the token map has {mapping.size} "
+                    "tokens"
+                )
             )
         self.compressed_vocab_size = _compressed_size(fields, mapping)
         native = _engram.NgramHash.deepseek(
@@ -169,9 +180,11 @@ def _sizes(fields: Fields, name: str, orders: int) -> list[int]:
         return [fields.integer(name, least=1)] * orders
     sizes = fields.integers(name, least=1)
     if len(sizes) != orders:
-        raise ValueError(
-            f"{fields.name(name)} has {len(sizes)} entries, but n-grams up to {orders + 1} have "
-            f"{orders} orders"
+        raise placed(
+            ValueError(
+                f"{fields.name(name)} has {len(sizes)} entries, but n-grams up to {orders + 1} "
+                f"have {orders} orders"
+            )
         )
     return sizes
 
@@ -186,9 +199,11 @@ def _compressed_size(fields: Fields, mapping: NDArray[Any]) -> int:
     name = _named(fields, "engram_compressed_vocab_size", "compressed_vocab_size")
     expected = fields.integer(name, size, least=1)
     if expected != size:
-        raise ValueError(
-            f"{fields.name(name)} is {expected}, but the token map has {size} compressed ids: it "
-            "was built from another tokenizer"
+        raise placed(
+            ValueError(
+                f"{fields.name(name)} is {expected}, but the token map has {size} compressed ids: "
+                "it was built from another tokenizer"
+            )
         )
     return size
 
@@ -198,12 +213,16 @@ def _check_rows(fields: Fields, layers: list[int], layer: int, rows: int) -> Non
     if not declared:
         return
     if len(declared) != len(layers):
-        raise ValueError(
-            f"{fields.name('engram_num_embeddings')} has {len(declared)} entries, but "
-            f"{fields.name('engram_layer_ids')} has {len(layers)}"
+        raise placed(
+            ValueError(
+                f"{fields.name('engram_num_embeddings')} has {len(declared)} entries, but "
+                f"{fields.name('engram_layer_ids')} has {len(layers)}"
+            )
         )
     if declared[layers.index(layer)] != rows:
-        raise ValueError(
-            f"{fields.name('engram_num_embeddings')} gives layer {layer} "
-            f"{declared[layers.index(layer)]} rows, but its head sizes add up to {rows}"
+        raise placed(
+            ValueError(
+                f"{fields.name('engram_num_embeddings')} gives layer {layer} "
+                f"{declared[layers.index(layer)]} rows, but its head sizes add up to {rows}"
+            )
         )

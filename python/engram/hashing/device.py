@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engram._errors import placed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -98,8 +100,10 @@ class DeviceHash(torch.nn.Module):
         history = self._history(context, requests)
         if out is not None and (out.dtype != torch.int64 or tuple(out.shape) != shape):
             kind = TypeError if out.dtype != torch.int64 else ValueError
-            raise kind(
-                f"out: {out.dtype} of shape {tuple(out.shape)}; ids are int64 of shape {shape}"
+            raise placed(
+                kind(
+                    f"out: {out.dtype} of shape {tuple(out.shape)}; ids are int64 of shape {shape}"
+                )
             )
         raw, owned = self._windows(flat, starts, history)
         symbols, dead = self._symbols(raw, owned)
@@ -122,9 +126,11 @@ class DeviceHash(torch.nn.Module):
         seen = bool(self.out_of_vocab_seen)
         self.out_of_vocab_seen.zero_()
         if seen:
-            raise ValueError(
-                "a token or context entry was outside the vocabulary of "
-                f"{self.vocab_size}: its row ids are not the model's"
+            raise placed(
+                ValueError(
+                    "a token or context entry was outside the vocabulary of "
+                    f"{self.vocab_size}: its row ids are not the model's"
+                )
             )
 
     def _requests(
@@ -135,13 +141,15 @@ class DeviceHash(torch.nn.Module):
         if query_start_loc is not None:
             _check_integers(query_start_loc, "query_start_loc")
             if tokens.ndim != 1 or query_start_loc.ndim != 1 or query_start_loc.numel() == 0:
-                raise ValueError(
-                    f"tokens of shape {tuple(tokens.shape)} with query_start_loc of shape "
-                    f"{tuple(query_start_loc.shape)}; pass [T] and [R + 1]"
+                raise placed(
+                    ValueError(
+                        f"tokens of shape {tuple(tokens.shape)} with query_start_loc of shape "
+                        f"{tuple(query_start_loc.shape)}; pass [T] and [R + 1]"
+                    )
                 )
             return tokens.long(), query_start_loc.long()
         if tokens.ndim not in (1, 2):
-            raise ValueError(f"tokens: shape is {tuple(tokens.shape)}; pass [T] or [B, S]")
+            raise placed(ValueError(f"tokens: shape is {tuple(tokens.shape)}; pass [T] or [B, S]"))
         batch, length = tokens.shape if tokens.ndim == 2 else (1, tokens.numel())
         starts = torch.arange(batch + 1, device=tokens.device) * length
         return tokens.reshape(-1).long(), starts
@@ -153,9 +161,11 @@ class DeviceHash(torch.nn.Module):
         if context.ndim == 1 and requests == 1:
             context = context[None]
         if tuple(context.shape) != (requests, self.context_len):
-            raise ValueError(
-                f"context: shape is {tuple(context.shape)}; {requests} requests of a hash that "
-                f"looks {self.context_len} back have {(requests, self.context_len)}"
+            raise placed(
+                ValueError(
+                    f"context: shape is {tuple(context.shape)}; {requests} requests of a hash that "
+                    f"looks {self.context_len} back have {(requests, self.context_len)}"
+                )
             )
         return context.long()
 
@@ -223,4 +233,4 @@ class DeviceHash(torch.nn.Module):
 
 def _check_integers(tensor: torch.Tensor, name: str) -> None:
     if tensor.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: integers are needed, not {tensor.dtype}")
+        raise placed(TypeError(f"{name}: integers are needed, not {tensor.dtype}"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from engram._engram import CheckpointError
+from engram._errors import placed
 
 __all__ = ["ConfigLike", "Fields", "read_config"]
 
@@ -32,9 +33,11 @@ def read_config(source: ConfigLike) -> tuple[Fields, Path | None]:
     if not isinstance(source, str | Path):
         to_dict = getattr(source, "to_dict", None)
         if to_dict is None:
-            raise TypeError(
-                f"a {type(source).__name__} is no configuration: pass a checkpoint's path, the "
-                "parsed config.json, or a transformers configuration"
+            raise placed(
+                TypeError(
+                    f"a {type(source).__name__} is no configuration: pass a checkpoint's path, the "
+                    "parsed config.json, or a transformers configuration"
+                )
             )
         return Fields(to_dict()), None
     path = Path(source)
@@ -45,9 +48,9 @@ def read_config(source: ConfigLike) -> tuple[Fields, Path | None]:
     try:
         parsed: object = json.loads(file.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from None
+        raise placed(CheckpointError(f"{file} is not JSON: {error}"), path=str(file)) from None
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
+        raise placed(CheckpointError(f"{file} holds no JSON object"), path=str(file))
     return Fields(cast("dict[str, Any]", parsed)), file.parent
 
 
@@ -77,7 +80,7 @@ class Fields:
         value = self.get(field)
         if value is None:
             if default is None:
-                raise ValueError(f"{self.name(field)} is missing from the configuration")
+                raise placed(ValueError(f"{self.name(field)} is missing from the configuration"))
             return default
         return self._checked(self.name(field), value, least)
 
@@ -102,7 +105,7 @@ class Fields:
         if isinstance(value, Sequence) and not isinstance(value, str):
             values = cast("Sequence[object]", value)
             if not values:
-                raise ValueError(f"{self.name(field)} is an empty list")
+                raise placed(ValueError(f"{self.name(field)} is an empty list"))
             return self._checked(f"{self.name(field)}[0]", values[0], 0)
         return self.integer(field)
 
@@ -116,7 +119,7 @@ class Fields:
         if value is None:
             return []
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ValueError(f"{self.name(field)} is {value!r}, not a list")
+            raise placed(ValueError(f"{self.name(field)} is {value!r}, not a list"))
         values = cast("Sequence[object]", value)
         name = self.name(field)
         return [self._checked(f"{name}[{at}]", item, least) for at, item in enumerate(values)]
@@ -124,11 +127,11 @@ class Fields:
     @staticmethod
     def _checked(name: str, value: object, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}, not an integer")
+            raise placed(ValueError(f"{name} is {value!r}, not an integer"))
         if value < least:
-            raise ValueError(f"{name} is {value}, below {least}")
+            raise placed(ValueError(f"{name} is {value}, below {least}"))
         if value >= 2**63:
-            raise ValueError(f"{name} is {value}, which does not fit 64 bits")
+            raise placed(ValueError(f"{name} is {value}, which does not fit 64 bits"))
         return value
 
 
@@ -142,8 +145,10 @@ def divided(fields: Fields, dimension: str, heads: int, heads_field: str) -> int
         return None
     width = fields.integer(dimension, least=1)
     if width % heads != 0:
-        raise ValueError(
-            f"{fields.name(dimension)} is {width}, which is no multiple of {heads} heads "
-            f"({heads_field})"
+        raise placed(
+            ValueError(
+                f"{fields.name(dimension)} is {width}, which is no multiple of {heads} heads "
+                f"({heads_field})"
+            )
         )
     return width // heads

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram._errors import placed
 from engram.hashing._arrays import integers
 
 if TYPE_CHECKING:
@@ -65,8 +66,11 @@ class TokenHistory:
         """
         tokens = self._of(request)
         if not 0 <= length <= len(tokens):
-            raise ValueError(
-                f"length is {length}, but request {request!r} has {len(tokens)} committed tokens"
+            raise placed(
+                ValueError(
+                    f"length is {length}, but request {request!r} has {len(tokens)} committed "
+                    "tokens"
+                )
             )
         del tokens[length:]
 
@@ -97,15 +101,17 @@ class TokenHistory:
         """
         names = list(requests)
         if lengths is not None and len(lengths) != len(names):
-            raise ValueError(f"{len(lengths)} lengths for {len(names)} requests")
+            raise placed(ValueError(f"{len(lengths)} lengths for {len(names)} requests"))
         contexts = np.full((len(names), self.context_len), self.filler, np.int64)
         for row, name in enumerate(names):
             tokens = self._of(name)
             length = len(tokens) if lengths is None else lengths[row]
             if not 0 <= length <= len(tokens):
-                raise ValueError(
-                    f"lengths[{row}] is {length}, but request {name!r} has {len(tokens)} "
-                    "committed tokens"
+                raise placed(
+                    ValueError(
+                        f"lengths[{row}] is {length}, but request {name!r} has {len(tokens)} "
+                        "committed tokens"
+                    )
                 )
             known = tokens[max(0, length - self.context_len) : length]
             if known:
@@ -128,7 +134,9 @@ class TokenHistory:
 def _flat(tokens: Any) -> array[int]:
     values = integers(tokens if hasattr(tokens, "__len__") else list(tokens), "tokens")
     if values.ndim != 1:
-        raise ValueError(f"tokens: shape is {values.shape}; pass the tokens of one request, [n]")
+        raise placed(
+            ValueError(f"tokens: shape is {values.shape}; pass the tokens of one request, [n]")
+        )
     if values.size and (int(values.min()) < -(2**31) or int(values.max()) >= 2**31):
-        raise ValueError("tokens: a token does not fit 32 bits")
+        raise placed(ValueError("tokens: a token does not fit 32 bits"))
     return array("i", values.astype(np.int32).tobytes())

@@ -7,6 +7,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from engram import _engram
+from engram._errors import placed
 from engram.hashing.base import DeviceRule, NgramHash, OutOfVocab, wraps
 from engram.hashing.fields import ConfigLike, Fields, divided, read_config
 
@@ -55,16 +56,18 @@ class LongCatHash(NgramHash):
             ValueError: A field is missing or impossible, or embedders do not divide `hidden_size`.
         """
         if variant not in ("hf", "vllm"):
-            raise ValueError(f'variant is {variant!r}: choose "hf" or "vllm"')
+            raise placed(ValueError(f'variant is {variant!r}: choose "hf" or "vllm"'))
         fields, _ = read_config(config)
         bound_field = "vocab_size" if fields.get("text_vocab_size") is None else "text_vocab_size"
         vocab_size = fields.integer(bound_field, least=1)
         self.eos_token_id = fields.token("eos_token_id")
         valid_tokens = max(vocab_size, fields.integer("vocab_size", vocab_size, least=1))
         if self.eos_token_id >= valid_tokens:
-            raise ValueError(
-                f"{fields.name('eos_token_id')} is {self.eos_token_id}, outside the vocabulary of "
-                f"{valid_tokens}"
+            raise placed(
+                ValueError(
+                    f"{fields.name('eos_token_id')} is {self.eos_token_id}, outside the vocabulary "
+                    f"of {valid_tokens}"
+                )
             )
         ignored = tuple(fields.integers("oe_ignored_token_ids"))
         native = _engram.NgramHash.longcat(
@@ -121,9 +124,9 @@ def _ratio(fields: Fields) -> float:
     name = _either(fields, "ngram_vocab_size_ratio", "oe_vocab_size_ratio")
     value = fields.get(name)
     if value is None:
-        raise ValueError(f"{fields.name(name)} is missing from the configuration")
+        raise placed(ValueError(f"{fields.name(name)} is missing from the configuration"))
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{fields.name(name)} is {value!r}, not a number")
+        raise placed(ValueError(f"{fields.name(name)} is {value!r}, not a number"))
     if value <= 0:
-        raise ValueError(f"{fields.name(name)} is {value}: the tables would have no rows")
+        raise placed(ValueError(f"{fields.name(name)} is {value}: the tables would have no rows"))
     return value

@@ -6,6 +6,7 @@ from functools import partial
 from typing import ClassVar
 
 from engram import _engram
+from engram._errors import placed
 from engram.hashing.base import DeviceRule, NgramHash, OutOfVocab, wraps
 from engram.hashing.fields import ConfigLike, divided, read_config
 
@@ -52,22 +53,28 @@ class QwenHash(NgramHash):
         """
         fields, _ = read_config(config)
         if all(fields.get(field) is None for field in _ANNOUNCING):
-            raise ValueError(
-                f"{fields.name('ple_layer_ids')} is missing from the configuration, and so are "
-                "the other n-gram fields: this is no Qwen model with n-gram tables"
+            raise placed(
+                ValueError(
+                    f"{fields.name('ple_layer_ids')} is missing from the configuration, and so are "
+                    "the other n-gram fields: this is no Qwen model with n-gram tables"
+                )
             )
         layers = sorted(set(fields.integers("ple_layer_ids", least=1)))
         if ple_index < 0 or (layers and ple_index >= len(layers)):
-            raise ValueError(
-                f"ple_index is {ple_index}, but {fields.name('ple_layer_ids')} has "
-                f"{len(layers)} layers: {layers}"
+            raise placed(
+                ValueError(
+                    f"ple_index is {ple_index}, but {fields.name('ple_layer_ids')} has "
+                    f"{len(layers)} layers: {layers}"
+                )
             )
         self.eos_token_id = fields.token("eos_token_id")
         vocab_size = fields.integer("vocab_size", 248_320, least=1)
         if self.eos_token_id >= vocab_size:
-            raise ValueError(
-                f"{fields.name('eos_token_id')} is {self.eos_token_id}, outside "
-                f"{fields.name('vocab_size')} {vocab_size}"
+            raise placed(
+                ValueError(
+                    f"{fields.name('eos_token_id')} is {self.eos_token_id}, outside "
+                    f"{fields.name('vocab_size')} {vocab_size}"
+                )
             )
         native = _engram.NgramHash.qwen(
             vocab_size=vocab_size,

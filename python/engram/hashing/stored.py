@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from engram._engram import CheckpointError
+from engram._errors import placed
 
 __all__ = ["StoredConstant", "stored_constants"]
 
@@ -62,8 +63,11 @@ def stored_constants(directory: Path, layer: int) -> list[StoredConstant]:
                 found.append(_constant(file, tensor, header[tensor], start))
     missing = sorted(set(wanted) - {constant.tensor for constant in found})
     if missing:
-        raise CheckpointError(
-            f"the index places {missing[0]} in {wanted[missing[0]]}, which does not contain it"
+        raise placed(
+            CheckpointError(
+                f"the index places {missing[0]} in {wanted[missing[0]]}, which does not contain it"
+            ),
+            path=str(wanted[missing[0]]),
         )
     return sorted(found, key=lambda constant: constant.tensor)
 
@@ -82,11 +86,15 @@ def _indexed(directory: Path) -> dict[str, Path]:
         weight_map: Any = json.loads(index.read_bytes())["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} has no weight_map of names: {error!r}") from None
+        raise placed(
+            CheckpointError(f"{index} has no weight_map of names: {error!r}"), path=str(index)
+        ) from None
     for file in set(names.values()):
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts:
-            raise CheckpointError(f"{index} points outside its directory: {file!r}")
+            raise placed(
+                CheckpointError(f"{index} points outside its directory: {file!r}"), path=str(index)
+            )
     return {tensor: directory / file for tensor, file in names.items()}
 
 
@@ -96,15 +104,20 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         size = file.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise CheckpointError(
-                f"{file}: header of {length} bytes in a file of {size} (at most {_MAX_HEADER})"
+            raise placed(
+                CheckpointError(
+                    f"{file}: header of {length} bytes in a file of {size} (at most {_MAX_HEADER})"
+                ),
+                path=str(file),
             )
         try:
             header: object = json.loads(stream.read(length))
         except ValueError as error:
-            raise CheckpointError(f"{file}: the header is not JSON: {error}") from None
+            raise placed(
+                CheckpointError(f"{file}: the header is not JSON: {error}"), path=str(file)
+            ) from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: the header is no JSON object")
+        raise placed(CheckpointError(f"{file}: the header is no JSON object"), path=str(file))
     tensors = cast("dict[str, Any]", header)
     tensors.pop("__metadata__", None)
     return tensors, 8 + length
@@ -115,19 +128,29 @@ def _constant(file: Path, tensor: str, entry: Any, start: int) -> StoredConstant
         dtype, shape = entry["dtype"], [int(length) for length in entry["shape"]]
         begin, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{file}: malformed header entry of {tensor}") from None
+        raise placed(
+            CheckpointError(f"{file}: malformed header entry of {tensor}"), path=str(file)
+        ) from None
     if dtype not in _DTYPES:
-        raise CheckpointError(f"{file}: {tensor} is {dtype}; hash constants are I64")
+        raise placed(
+            CheckpointError(f"{file}: {tensor} is {dtype}; hash constants are I64"), path=str(file)
+        )
     nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
-        raise CheckpointError(
-            f"{file}: {tensor} of shape {shape} has {nbytes} bytes, but its range has {end - begin}"
+        raise placed(
+            CheckpointError(
+                f"{file}: {tensor} of shape {shape} has {nbytes} bytes, but its range has "
+                f"{end - begin}"
+            ),
+            path=str(file),
         )
     with file.open("rb") as stream:
         stream.seek(start + begin)
         data = stream.read(nbytes)
     if len(data) != nbytes:
-        raise CheckpointError(f"{file} is truncated: it ends inside {tensor}")
+        raise placed(
+            CheckpointError(f"{file} is truncated: it ends inside {tensor}"), path=str(file)
+        )
     values = np.frombuffer(data, _DTYPES[dtype])
     attribute = next(name for end, name in _ATTRIBUTE.items() if tensor.endswith(end))
     return StoredConstant(attribute, tuple(values.tolist()), tensor, file)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram._errors import placed
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -51,11 +53,14 @@ def compressed_token_map(tokenizer: Any) -> NDArray[np.int32]:
         path = Path(tokenizer)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise FileNotFoundError(
-                2,
-                "DeepSeek hashes compressed token ids, which are numbered from the tokenizer; no "
-                "such file",
-                str(file),
+            raise placed(
+                FileNotFoundError(
+                    2,
+                    "DeepSeek hashes compressed token ids, which are numbered from the tokenizer; "
+                    "no such file",
+                    str(file),
+                ),
+                path=str(file),
             )
         backend: Any = tokenizers.Tokenizer.from_file(str(file))
     else:

@@ -3,6 +3,10 @@
 //! [`Plane::span`](crate::table::Plane::span) gives file and offset; copying a resident row needs
 //! an address and two residency bits, millions of times a second. This is the same arithmetic with
 //! the mapping and the bits of each piece at hand.
+#![expect(
+    clippy::inline_always,
+    reason = "a call costs as much as the few instructions it would run, once per row"
+)]
 
 use std::sync::Arc;
 
@@ -16,6 +20,8 @@ use crate::table::Plane;
 struct Cut {
     first_row: u64,
     rows: u64,
+    /// Index into the reader's files.
+    file: usize,
     /// Byte offset of the piece in its file.
     offset: u64,
     window: Window,
@@ -25,7 +31,7 @@ struct Cut {
 /// The pieces of a mapped plane.
 #[derive(Debug)]
 pub(crate) struct Cuts {
-    cuts: Vec<Cut>,
+    pieces: Vec<Cut>,
     reciprocal: u64,
     row_bytes: usize,
 }
@@ -41,7 +47,7 @@ impl Cuts {
     /// The cuts of `plane`, if every file it has rows in is mapped.
     pub(crate) fn new(plane: &Plane, files: &[Arc<OpenFile>]) -> Option<Self> {
         let row_bytes = plane.row_bytes();
-        let cuts = plane
+        let pieces = plane
             .pieces()
             .iter()
             .map(|piece| {
@@ -54,6 +60,7 @@ impl Cuts {
                 Some(Cut {
                     first_row: piece.first_row,
                     rows: piece.rows,
+                    file: piece.file,
                     offset: piece.offset,
                     window,
                     residency: Arc::clone(file.residency()),
@@ -61,25 +68,44 @@ impl Cuts {
             })
             .collect::<Option<Vec<_>>>()?;
         Some(Self {
-            cuts,
+            pieces,
             reciprocal: plane.reciprocal(),
             row_bytes,
         })
+    }
+
+    /// The piece that row `id` lies in, which must be a row of the table.
+    #[inline(always)]
+    fn piece(&self, id: u64) -> &Cut {
+        let guess = (u128::from(id) * u128::from(self.reciprocal)) >> 64;
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "at most the number of pieces"
+        )]
+        let cut = &self.pieces[(guess as usize).min(self.pieces.len() - 1)];
+        if id.wrapping_sub(cut.first_row) < cut.rows {
+            cut
+        } else {
+            self.search(id)
+        }
+    }
+
+    /// Index of the file that row `id` lies in, which must be a row of the table.
+    #[inline(always)]
+    pub(crate) fn file_of(&self, id: i64) -> usize {
+        self.piece(id.cast_unsigned()).file
+    }
+
+    /// Indices of the files of all pieces.
+    pub(crate) fn files(&self) -> impl Iterator<Item = usize> {
+        self.pieces.iter().map(|cut| cut.file)
     }
 
     /// Finds row `id`, which must lie in the table.
     #[inline(always)]
     pub(crate) fn find(&self, id: i64) -> Found<'_> {
         let id = id.cast_unsigned();
-        let guess = (u128::from(id) * u128::from(self.reciprocal)) >> 64;
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "at most the number of pieces"
-        )]
-        let mut cut = &self.cuts[(guess as usize).min(self.cuts.len() - 1)];
-        if id.wrapping_sub(cut.first_row) >= cut.rows {
-            cut = self.search(id);
-        }
+        let cut = self.piece(id);
         let within = (id - cut.first_row) * self.row_bytes as u64;
         let believed = cut
             .residency
@@ -94,6 +120,6 @@ impl Cuts {
 
     #[cold]
     fn search(&self, id: u64) -> &Cut {
-        &self.cuts[self.cuts.partition_point(|cut| cut.first_row <= id) - 1]
+        &self.pieces[self.pieces.partition_point(|cut| cut.first_row <= id) - 1]
     }
 }

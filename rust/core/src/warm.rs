@@ -106,16 +106,16 @@ pub fn prewarm(
     let mut done = 0;
     let mut slot = HostBuffer::new(usize::try_from(STEP).unwrap_or(usize::MAX), false)?;
     progress(0, goal)?;
-    for (file, bytes) in ranges(reader) {
+    for (index, bytes) in ranges(reader) {
         if done >= goal {
             break;
         }
-        let file = &reader.files()[file];
+        let file = &reader.files()[index];
         // Random advice would keep the kernel from reading ahead and from using large pages.
         if let Ok(map) = file.map() {
             let _ = map.advise_normal();
         }
-        let outcome = prewarm_range(file, bytes, goal, &mut done, &mut slot, progress);
+        let outcome = prewarm_range(reader, index, bytes, goal, &mut done, &mut slot, progress);
         if let (Ok(map), true) = (file.map(), reader.advice() != Advice::Normal) {
             let _ = map.advise_random();
         }
@@ -125,13 +125,15 @@ pub fn prewarm(
 }
 
 fn prewarm_range(
-    file: &OpenFile,
+    reader: &Reader,
+    index: usize,
     bytes: Range<u64>,
     goal: u64,
     done: &mut u64,
     slot: &mut HostBuffer,
     progress: &mut dyn FnMut(u64, u64) -> Result<()>,
 ) -> Result<()> {
+    let file = &reader.files()[index];
     let sequential = file.reopen()?;
     let mut offset = bytes.start;
     let end = bytes.end.min(bytes.start + (goal - *done));
@@ -151,10 +153,7 @@ fn prewarm_range(
             let pages = residency.pages_of(offset, next - offset);
             let page = rustix::param::page_size() as u64;
             let span = pages.start * page..(pages.end * page).min(map.len() as u64);
-            if let (Ok(start), Ok(end)) = (usize::try_from(span.start), usize::try_from(span.end)) {
-                // Kernels before 5.14 cannot; rows are then mapped as they are first touched.
-                let _ = map.populate(start..end);
-            }
+            populate(reader, index, span);
             residency.set(pages);
         }
         *done += next - offset;
@@ -162,4 +161,26 @@ fn prewarm_range(
         progress(*done, goal)?;
     }
     Ok(())
+}
+
+/// Fills the page tables for `bytes` of a file, as far as the cap on mapped bytes leaves room.
+fn populate(reader: &Reader, index: usize, bytes: Range<u64>) {
+    let (Ok(map), Ok(start), Ok(end)) = (
+        reader.files()[index].map(),
+        usize::try_from(bytes.start),
+        usize::try_from(bytes.end),
+    ) else {
+        return;
+    };
+    if reader
+        .trimmer()
+        .is_some_and(|trimmer| trimmer.room() < bytes.end - bytes.start)
+    {
+        return;
+    }
+    // Kernels before 5.14 cannot; rows are then mapped as they are first touched.
+    let populated = map.populate(start..end).is_ok();
+    if let (true, Some(trimmer)) = (populated, reader.trimmer()) {
+        trimmer.keep(index, bytes);
+    }
 }

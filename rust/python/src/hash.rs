@@ -1,17 +1,18 @@
 //! `NgramHash`: the core's hashes under one Python class.
 
 use std::sync::Arc;
-use std::thread;
 
 use engram_core::hash::{
-    Context, DeepSeek, DeepSeekConfig, EosRule, Hash, LongCat, LongCatConfig, OutOfVocab, Policy,
-    Qwen, QwenConfig, Step,
+    Context, DeepSeek, DeepSeekConfig, EosRule, Hash, Ints, LongCat, LongCatConfig, OutOfVocab,
+    Policy, Qwen, QwenConfig, Step,
 };
-use pyo3::exceptions::PyValueError;
+use engram_core::threads;
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::buffer::IdOutput;
 use crate::errors::OrRaise as _;
-use crate::ints::{IdBuffer, IntBuffer};
 
 /// Steps below this many ids are hashed on the calling thread, whatever the machine.
 const SMALL_STEP: usize = 1 << 17;
@@ -23,6 +24,11 @@ pub(crate) struct NgramHash {
 }
 
 impl NgramHash {
+    /// The hash itself.
+    pub(crate) fn core(&self) -> &dyn Hash {
+        &*self.hash
+    }
+
     fn new(py: Python<'_>, hash: engram_core::Result<impl Hash + 'static>) -> PyResult<Self> {
         let hash = Arc::new(hash.or_raise(py)?);
         Ok(Self { hash })
@@ -101,8 +107,8 @@ impl NgramHash {
         wrap: bool,
         dead_id: Option<i64>,
     ) -> PyResult<Self> {
-        let buffer = IntBuffer::get(token_map, "token_map")?;
-        let values = buffer.values();
+        let (token_map, _) = Integers::read(py, token_map, "token_map")?;
+        let values = token_map.values();
         let token_map = (0..values.len())
             .map(|token| {
                 let id = values.get(token);
@@ -221,35 +227,9 @@ impl NgramHash {
         out: &Bound<'_, PyAny>,
         threads: Option<usize>,
     ) -> PyResult<()> {
-        let tokens = IntBuffer::get(tokens, "tokens")?;
-        let starts = query_start_loc
-            .map(|starts| IntBuffer::get(starts, "query_start_loc"))
-            .transpose()?;
-        let context = context
-            .map(|context| IntBuffer::get(context, "context"))
-            .transpose()?;
-        let inputs: Vec<&IntBuffer> = [Some(&tokens), starts.as_ref(), context.as_ref()]
-            .into_iter()
-            .flatten()
-            .collect();
-        let mut out = IdBuffer::get(out, &inputs)?;
-        let context = match context.as_ref().map(|context| (context, context.shape())) {
-            None => None,
-            Some((context, &[rows, width])) => Some(Context {
-                values: context.values(),
-                rows,
-                width,
-            }),
-            Some((_, shape)) => {
-                return Err(PyValueError::new_err(format!(
-                    "context has {} axes, not [requests, context_len]",
-                    shape.len()
-                )));
-            }
-        };
-        let starts = starts.as_ref().map(IntBuffer::values);
-        let step = Step::new(tokens.values(), starts, context, self.hash.context_len());
-        let step = step.or_raise(py)?;
+        let step = Inputs::read(py, tokens, query_start_loc, context)?;
+        let step = step.step(self.hash.context_len()).or_raise(py)?;
+        let mut out = IdOutput::new(out)?;
         let ids = out.ids();
         py.detach(|| {
             let threads = threads.unwrap_or_else(|| threads_for(ids.len()));
@@ -267,10 +247,92 @@ impl NgramHash {
     }
 }
 
+/// A copy of a caller's int32 or int64 values. Being a copy, it stays what was checked whatever other
+/// threads write to the original meanwhile.
+enum Integers {
+    I32(Vec<i32>),
+    I64(Vec<i64>),
+}
+
+impl Integers {
+    /// Copies the buffer of `object`, an argument called `name`; its shape comes along.
+    fn read(py: Python<'_>, object: &Bound<'_, PyAny>, name: &str) -> PyResult<(Self, Vec<usize>)> {
+        let buffer = PyUntypedBuffer::get(object)
+            .map_err(|error| PyTypeError::new_err(format!("{name}: {error}")))?;
+        let shape = buffer.shape().to_vec();
+        let wrong = |_| PyTypeError::new_err(format!("{name} does not hold int32 or int64"));
+        let values = if buffer.item_size() == size_of::<i32>() {
+            Self::I32(buffer.into_typed::<i32>().map_err(wrong)?.to_vec(py)?)
+        } else {
+            Self::I64(buffer.into_typed::<i64>().map_err(wrong)?.to_vec(py)?)
+        };
+        Ok((values, shape))
+    }
+
+    fn values(&self) -> Ints<'_> {
+        match self {
+            Self::I32(values) => Ints::I32(values),
+            Self::I64(values) => Ints::I64(values),
+        }
+    }
+}
+
+/// What a caller passes of a step.
+pub(crate) struct Inputs {
+    tokens: Integers,
+    starts: Option<Integers>,
+    /// With rows and width.
+    context: Option<(Integers, [usize; 2])>,
+}
+
+impl Inputs {
+    pub(crate) fn read(
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        query_start_loc: Option<&Bound<'_, PyAny>>,
+        context: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let starts = query_start_loc
+            .map(|starts| Integers::read(py, starts, "query_start_loc"))
+            .transpose()?;
+        let context = match context {
+            None => None,
+            Some(context) => {
+                let (values, shape) = Integers::read(py, context, "context")?;
+                let shape = <[usize; 2]>::try_from(&shape[..]).map_err(|_| {
+                    PyValueError::new_err(format!(
+                        "context has {} axes, not [requests, context_len]",
+                        shape.len()
+                    ))
+                })?;
+                Some((values, shape))
+            }
+        };
+        Ok(Self {
+            tokens: Integers::read(py, tokens, "tokens")?.0,
+            starts: starts.map(|(starts, _)| starts),
+            context,
+        })
+    }
+
+    pub(crate) fn step(&self, context_len: usize) -> engram_core::Result<Step<'_>> {
+        let context = self
+            .context
+            .as_ref()
+            .map(|(values, [rows, width])| Context {
+                values: values.values(),
+                rows: *rows,
+                width: *width,
+            });
+        let starts = self.starts.as_ref().map(Integers::values);
+        Step::new(self.tokens.values(), starts, context, context_len)
+    }
+}
+
 /// Threads this process may use, asked for only when a step is long enough for more than one.
-fn threads_for(ids: usize) -> usize {
+pub(crate) fn threads_for(ids: usize) -> usize {
     if ids < SMALL_STEP {
         return 1;
     }
-    thread::available_parallelism().map_or(1, usize::from)
+    threads::available()
 }

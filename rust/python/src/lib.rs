@@ -1,14 +1,19 @@
 //! `engram._engram`: translation between Python and `engram-core`, and no policy.
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "arguments are converted from Python objects, and the converted value is ours to take"
+)]
 
 #[cfg(feature = "bench")]
 mod bench;
 mod buffer;
 mod errors;
+mod gate;
 mod gather;
 mod hash;
-mod ints;
 mod stats;
 mod table;
+mod verification;
 
 use pyo3::prelude::*;
 
@@ -23,7 +28,9 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gather::{Reader, drop_cache, gather_many};
+    use crate::gate::after_fork;
+    #[pymodule_export]
+    use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]

@@ -1,7 +1,7 @@
 //! Counters and latencies as a dictionary.
 
+use engram_core::latency::Summary;
 use engram_core::reader::Reader;
-use engram_core::stats::Summary;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -47,7 +47,12 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
             ("reads", stats.reads.get()),
             ("depth", stats.depth.get()),
             ("major_faults", stats.major_faults.get()),
+            ("rows_reread", stats.rows_reread.get()),
             ("pages_probed", stats.pages_probed.get()),
+            ("prefetches", stats.prefetches.get()),
+            ("prefetches_dropped", stats.prefetches_dropped.get()),
+            ("prefetches_failed", stats.prefetches_failed.get()),
+            ("rows_prefetched", stats.rows_prefetched.get()),
             ("bytes_trimmed", stats.bytes_trimmed.get()),
         ],
         latencies: [

@@ -14,16 +14,18 @@
 //! steps of many one-token requests reduce as fast as a prefill of one.
 
 use std::ops::Range;
-use std::thread;
+
+use rayon::prelude::*;
 
 use super::step::Step;
 use super::{OutOfVocab, Policy};
 use crate::error::{Error, Result};
+use crate::threads;
 
 /// Windows reduced together.
 pub(super) const BLOCK: usize = 64;
 
-/// Fewer ids than this per thread are not worth starting one.
+/// Fewer ids than this are not worth waking another thread for.
 const IDS_PER_THREAD: usize = 1 << 16;
 
 /// Longest n-gram a hash may look at.
@@ -78,27 +80,23 @@ pub(super) fn ids<R: Rule>(
             out.len()
         )));
     }
-    let threads = threads.min(out.len() / IDS_PER_THREAD).max(1);
-    if threads == 1 {
+    let shares = threads.min(out.len() / IDS_PER_THREAD).max(1);
+    if shares == 1 {
         return part(rule, policy, step, 0..tokens, out);
     }
-    let share = tokens.div_ceil(threads);
-    thread::scope(|scope| {
-        let parts: Vec<_> = out
-            .chunks_mut(share * heads)
+    let share = tokens.div_ceil(shares);
+    let pool = threads::compute()?;
+    let parts: Vec<Result<()>> = pool.1.install(|| {
+        out.par_chunks_mut(share * heads)
             .enumerate()
             .map(|(index, out)| {
                 let first = index * share;
-                let range = first..first + out.len() / heads;
-                scope.spawn(move || part(rule, policy, step, range, out))
+                part(rule, policy, step, first..first + out.len() / heads, out)
             })
-            .collect();
-        // In order, so that the first token at fault is the one reported.
-        parts.into_iter().try_for_each(|part| match part.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
-    })
+            .collect()
+    });
+    // In order, so that the first token at fault is the one reported.
+    parts.into_iter().collect()
 }
 
 fn part<R: Rule>(

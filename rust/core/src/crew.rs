@@ -1,0 +1,232 @@
+//! Sharing the tasks of one call among threads, without waiting for threads that never came.
+//!
+//! A scoped pool waits until every job it handed out has run, also the ones whose thread has not
+//! been scheduled yet. On a machine whose cores are busy that wait is a time slice of the
+//! scheduler, milliseconds, for a copy of a tenth of one. Here the caller works through the tasks
+//! itself and helpers take some off it: when the last task has been taken, only helpers in the
+//! middle of one are waited for. (4,096 warm rows with both cores busy: 1.5 ms scoped.)
+#![expect(
+    unsafe_code,
+    reason = "helpers call a closure that borrows from the caller's stack"
+)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::error::Result;
+use crate::threads;
+
+/// Spins before the caller offers its core to a helper that was interrupted in its task.
+const SPINS: usize = 1000;
+
+/// What caller and helpers share.
+struct Shared {
+    tasks: usize,
+    next: AtomicUsize,
+    /// Threads that may be inside the closure.
+    inside: AtomicUsize,
+    stop: AtomicBool,
+    panicked: AtomicBool,
+}
+
+/// The caller's closure, its lifetime erased.
+#[derive(Clone, Copy)]
+struct Work(*const (dyn Fn(usize) + Sync + 'static));
+
+// SAFETY: the closure is `Sync`, so several threads may call it; when they may is `Shared::help`'s
+// business.
+unsafe impl Send for Work {}
+
+impl Shared {
+    /// Takes the next task, counted as inside until [`Shared::leave`]; `None` when none is left.
+    fn enter(&self) -> Option<usize> {
+        // Counted before a task is taken: whoever sees all tasks taken and nobody inside knows
+        // that nobody will be. Sequential consistency makes the two counters agree on the order.
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        if !self.stop.load(Ordering::Relaxed) {
+            let task = self.next.fetch_add(1, Ordering::SeqCst);
+            if task < self.tasks {
+                return Some(task);
+            }
+        }
+        self.leave();
+        None
+    }
+
+    fn leave(&self) {
+        self.inside.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Takes no more tasks.
+    fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.next.fetch_add(self.tasks, Ordering::SeqCst);
+    }
+
+    fn help(&self, work: Work) {
+        while let Some(task) = self.enter() {
+            // SAFETY: `enter` gave out a task, so `run` has not returned and cannot before `leave`
+            // below: it waits until all tasks are taken and nobody is inside. The closure that
+            // `work` points to is borrowed by `run` for all that time.
+            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*work.0)(task) }));
+            if outcome.is_err() {
+                self.panicked.store(true, Ordering::Relaxed);
+                self.stop();
+            }
+            self.leave();
+        }
+    }
+}
+
+/// Calls `work` with every task from 0 to `tasks - 1`, each once, on the calling thread and on up
+/// to `helpers` threads of the process's pool. Between its own tasks the calling thread calls
+/// `between`; an error from it stops the work.
+pub(crate) fn run(
+    tasks: usize,
+    helpers: usize,
+    work: &(dyn Fn(usize) + Sync),
+    mut between: impl FnMut() -> Result<()>,
+) -> Result<()> {
+    let shared = Arc::new(Shared {
+        tasks,
+        next: AtomicUsize::new(0),
+        inside: AtomicUsize::new(0),
+        stop: AtomicBool::new(false),
+        panicked: AtomicBool::new(false),
+    });
+    let waiting = WaitForHelpers(&shared);
+    if helpers > 0 && tasks > 1 {
+        #[expect(
+            clippy::transmute_ptr_to_ptr,
+            reason = "a cast cannot extend the lifetime of a trait object"
+        )]
+        // SAFETY: only the lifetime changes; see `Shared::help` for why the closure outlives its
+        // use. `waiting` keeps this function from returning or unwinding any earlier.
+        let erased = Work(unsafe {
+            std::mem::transmute::<
+                *const (dyn Fn(usize) + Sync + '_),
+                *const (dyn Fn(usize) + Sync + 'static),
+            >(std::ptr::from_ref(work))
+        });
+        let pool = threads::compute()?;
+        for _ in 0..helpers.min(tasks - 1) {
+            let shared = Arc::clone(&shared);
+            pool.1.spawn(move || {
+                let erased = erased;
+                shared.help(erased);
+            });
+        }
+    }
+    let mut outcome = Ok(());
+    while let Some(task) = shared.enter() {
+        let done = catch_unwind(AssertUnwindSafe(|| work(task)));
+        shared.leave();
+        if let Err(panic) = done {
+            resume_unwind(panic);
+        }
+        outcome = between();
+        if outcome.is_err() {
+            break;
+        }
+    }
+    drop(waiting);
+    assert!(
+        !shared.panicked.load(Ordering::Relaxed),
+        "a helping thread panicked; see its message"
+    );
+    outcome
+}
+
+/// Keeps [`run`] from ending, also by a panic, while a helper may be inside the closure.
+struct WaitForHelpers<'a>(&'a Shared);
+
+impl Drop for WaitForHelpers<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+        let mut spins = 0;
+        while self.0.inside.load(Ordering::SeqCst) > 0 {
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn every_task_runs_once() {
+        for helpers in 0..4 {
+            for tasks in [0, 1, 2, 100, 1000] {
+                let counts: Vec<AtomicU64> = (0..tasks).map(|_| AtomicU64::new(0)).collect();
+                run(
+                    tasks,
+                    helpers,
+                    &|task| {
+                        counts[task].fetch_add(1, Ordering::Relaxed);
+                    },
+                    || Ok(()),
+                )
+                .unwrap();
+                assert!(
+                    counts
+                        .iter()
+                        .all(|count| count.load(Ordering::Relaxed) == 1)
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_runs_after_the_return() {
+        for _ in 0..2000 {
+            let mut done = [0_u8; 64];
+            let places: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
+            run(
+                64,
+                3,
+                &|task| places[task].store(1, Ordering::Relaxed),
+                || Ok(()),
+            )
+            .unwrap();
+            for (done, place) in done.iter_mut().zip(places) {
+                *done = u8::try_from(place.into_inner()).unwrap();
+            }
+            assert!(done.iter().all(|&done| done == 1));
+        }
+    }
+
+    #[test]
+    fn an_error_between_tasks_stops_the_work() {
+        let count = AtomicU64::new(0);
+        let work = |_: usize| {
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        let outcome = run(1_000_000, 1, &work, || Err(Error::Cancelled));
+        assert!(matches!(outcome, Err(Error::Cancelled)));
+        let seen = count.load(Ordering::Relaxed);
+        assert!(seen < 1_000_000);
+        assert_eq!(
+            count.load(Ordering::Relaxed),
+            seen,
+            "nobody is inside any more"
+        );
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_survives() {
+        let work = |task: usize| assert_ne!(task, 50, "as asked");
+        let outcome = catch_unwind(AssertUnwindSafe(|| run(100, 2, &work, || Ok(()))));
+        assert!(outcome.is_err());
+        run(100, 2, &|_| {}, || Ok(())).unwrap();
+    }
+}

@@ -1,0 +1,94 @@
+//! Rows that will be wanted soon: read into the page cache, copied nowhere.
+
+use std::sync::Arc;
+
+use super::check_ids;
+use super::fill::engine;
+use crate::error::{Error, Result};
+use crate::fetch::Batch;
+use crate::plan::{Coalesce, Plan, Want};
+use crate::reader::Reader;
+use crate::threads;
+
+/// Prefetches of one reader under way at once; more are dropped, since a caller so far ahead of
+/// the device would only push out what it is about to use.
+const AT_ONCE: u64 = 16;
+
+/// Starts reading the rows of `ids` that are not believed resident, and returns at once. With
+/// direct I/O there is no cache to read into, and nothing is done.
+///
+/// Ids are checked before anything starts. A read that fails is counted, not reported: the gather
+/// that wants the row will meet the same failure and name it.
+pub fn prefetch(reader: &Arc<Reader>, ids: Vec<i64>) -> Result<()> {
+    check_ids(reader.table(), &ids, None)?;
+    let stats = reader.stats();
+    if ids.is_empty() || reader.mode().direct.is_some() {
+        return Ok(());
+    }
+    let Some(place) = reader.prefetches().enter(AT_ONCE) else {
+        stats.prefetches_dropped.add(1);
+        return Ok(());
+    };
+    stats.prefetches.add(1);
+    let reader = Arc::clone(reader);
+    threads::spawn_blocking(move || {
+        if read(&reader, &ids).is_err() {
+            reader.stats().prefetches_failed.add(1);
+        }
+        drop(place);
+    })
+}
+
+fn read(reader: &Reader, ids: &[i64]) -> Result<()> {
+    let mut wants = Vec::new();
+    for (plane, lane) in reader.table().planes.iter().zip(0..) {
+        let row_bytes = plane.row_bytes() as u64;
+        for (&id, position) in ids.iter().zip(0..) {
+            let span = plane.span(id.cast_unsigned());
+            let file = &reader.files()[span.file];
+            if !file.residency().contains(span.offset, row_bytes) {
+                let file = u32::try_from(span.file).unwrap_or(u32::MAX);
+                let len = u32::try_from(row_bytes).unwrap_or(u32::MAX);
+                wants.push(Want {
+                    file,
+                    len,
+                    offset: span.offset,
+                    lane,
+                    position,
+                });
+            }
+        }
+    }
+    if wants.is_empty() {
+        return Ok(());
+    }
+    let plan = Plan::new(&mut wants, Coalesce::page_cache());
+    let closing = || {
+        if reader.is_closing() {
+            Err(Error::Cancelled)
+        } else {
+            Ok(())
+        }
+    };
+    let batch = Batch {
+        reads: &plan.reads,
+        files: reader.files(),
+        direct: false,
+        deadline: None,
+        interrupt: &closing,
+    };
+    let mut done = |index: usize, _: &[u8]| {
+        let read = &plan.reads[index];
+        let file = &reader.files()[read.file as usize];
+        if file.map().is_ok() {
+            let residency = file.residency();
+            residency.set(residency.pages_of(read.offset, u64::from(read.len)));
+        }
+    };
+    let cost = engine(reader)?.fetch(&batch, &mut done, &mut || false)?;
+    let stats = reader.stats();
+    stats.rows_prefetched.add(plan.copies.len() as u64);
+    stats.reads.add(cost.reads);
+    stats.bytes_read.add(cost.bytes);
+    Ok(())
+}
