@@ -47,14 +47,16 @@ def targets(planes: Planes, out: Any, shape: tuple[int, ...], count: int) -> Pla
                 ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
             )
         return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
-    if len(planes) == 1:
-        plane = planes[0]
-        return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
     if isinstance(out, Rows):
+        if absent := [plane.name for plane in planes if plane.name not in out.keys()]:  # noqa: SIM118
+            raise placed(ValueError(f"out has no plane {absent[0]!r}; this table has one"))
         return [
             (byte_view(out[plane.name], plane, shape, f"out.{plane.name}"), 0, plane.row_bytes)
             for plane in planes
         ]
+    if len(planes) == 1:
+        plane = planes[0]
+        return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
     whole = side_by_side(planes)
     view = byte_view(out, whole, shape)
     return [(view, sum(plane.before), whole.row_bytes) for plane in planes]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from engram import _engram
+from engram._arguments import whole_number
+from engram._errors import placed
 from engram.pinning import Pinning
 
 if TYPE_CHECKING:
@@ -33,6 +35,21 @@ class HostBuffer(_engram.HostBuffer):
     """
 
     _pinning: Pinning | None = None
+
+    def __new__(
+        cls,
+        nbytes: int,
+        huge_pages: bool = False,  # noqa: FBT001, FBT002
+        *,
+        fd: int | None = None,
+    ) -> Self:
+        """Allocates.
+
+        Raises:
+            ValueError: `nbytes` is negative or no integer.
+            OSError: The kernel refused, with its errno.
+        """
+        return super().__new__(cls, whole_number("nbytes", nbytes, least=0), huge_pages, fd=fd)
 
     def pin(self, progress: Callable[[int, int], Any] | None = None) -> HostBuffer:
         """Registers the memory with CUDA, so that devices read it and copies can overlap work.
@@ -64,6 +81,16 @@ class HostBuffer(_engram.HostBuffer):
     def is_pinned(self) -> bool:
         """Whether the memory is registered with CUDA."""
         return self._pinning is not None
+
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise placed(
+            TypeError("a HostBuffer is memory at one address: copy the bytes of a view instead")
+        )
 
     def __repr__(self) -> str:
         pinned = ", pinned" if self.is_pinned else ""

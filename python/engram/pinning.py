@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engram._errors import placed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -62,10 +64,12 @@ class Pinning:
                 if progress is not None:
                     progress(done, nbytes)
                 if done < nbytes and time.monotonic() - begun > time_limit:
-                    raise RuntimeError(
-                        f"registering host memory with CUDA took over {time_limit:g} s for {done} "
-                        f"of {nbytes} bytes, so it was given up; use disk_offload=True, or "
-                        "cpu_offload=False to keep the table on the device"
+                    raise placed(
+                        RuntimeError(
+                            f"registering host memory with CUDA took over {time_limit:g} s for "
+                            f"{done} of {nbytes} bytes, so it was given up; use disk_offload=True, "
+                            "or cpu_offload=False to keep the table on the device"
+                        )
                     )
         except BaseException:
             self.close()
@@ -80,8 +84,11 @@ class Pinning:
         # The failure stays in the runtime until it is read; left there, the next unrelated kernel
         # launch would report it.
         clear_last_error(self._runtime)
-        raise RuntimeError(
-            f"CUDA refused to register {length} bytes of host memory ({nbytes} in all): {reason}"
+        raise placed(
+            RuntimeError(
+                f"CUDA refused to register {length} bytes of host memory ({nbytes} in all): "
+                f"{reason}"
+            )
         )
 
     def close(self) -> None:
@@ -104,7 +111,7 @@ def _runtime() -> Any:
 
     cuda: Any = torch.cuda
     if not cuda.is_available():
-        raise RuntimeError("cannot pin host memory: torch finds no CUDA device here")
+        raise placed(RuntimeError("cannot pin host memory: torch finds no CUDA device here"))
     return cuda.cudart()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
-from engram._errors import placed
+from engram._errors import complete, placed
 from engram._targets import PlaneTargets, allocate, targets
 from engram.parallel import Shard
 
@@ -82,26 +82,34 @@ class Storage(ABC):
         """
         if not self._loaded:
             self._require_open()
-        exchange = self._exchange
-        if exchange is not None:
-            return exchange.lookup(ids, out, pad_id)
-        if is_torch(ids) and ids.device.type != "cpu":
-            return self._lookup_on_device(ids, out, pad_id)
-        if (
-            type(out) is np.ndarray
-            and type(ids) is np.ndarray
-            and out.dtype is UINT8
-            and ids.dtype is INT64
-            and ids.flags.c_contiguous
-            and ids.ndim > 0
-        ):
-            # A decode step with its buffers ready: nothing to convert, the native half checks.
-            self._gather_bytes(ids, out, pad_id)
-            return out
-        flat = int64_ids(ids)
-        rows = allocate(self.planes, flat.shape, torch_like=is_torch(ids)) if out is None else out
-        into = targets(self.planes, rows, flat.shape, flat.size)
-        self._gather(flat.reshape(-1), into, pad_id)
+        try:
+            exchange = self._exchange
+            if exchange is not None:
+                return exchange.lookup(ids, out, pad_id)
+            if is_torch(ids) and ids.device.type != "cpu":
+                return self._lookup_on_device(ids, out, pad_id)
+            if (
+                type(out) is np.ndarray
+                and type(ids) is np.ndarray
+                and out.dtype is UINT8
+                and ids.dtype is INT64
+                and ids.flags.c_contiguous
+                and ids.ndim
+            ):
+                # A decode step with its buffers ready: nothing to convert, the native half checks.
+                self._gather_bytes(ids, out, pad_id)
+                return out
+            flat, shape = int64_ids(ids, self.info)
+            rows = allocate(self.planes, shape, torch_like=is_torch(ids)) if out is None else out
+            self._gather(flat, targets(self.planes, rows, shape, flat.size), pad_id)
+        except OverflowError:
+            raise placed(
+                ValueError(f"pad_id={pad_id!r} is out of range: a pad_id has 64 bits"),
+                table=self.info.name,
+            ) from None
+        except Exception as error:
+            complete(error, table=self.info.name)
+            raise
         return rows
 
     @abstractmethod
@@ -125,7 +133,7 @@ class Storage(ABC):
         shape = tuple(ids.shape)
         rows = allocate_on(self.planes, shape, ids.device) if out is None else out
         views = byte_targets(self.planes, rows, shape, ids.device)
-        flat = int64_ids(ids.detach().reshape(-1).cpu())
+        flat, _ = int64_ids(ids.detach().cpu(), self.info)
         found = allocate(self.planes, flat.shape, torch_like=True)
         self._gather(flat, targets(self.planes, found, flat.shape, flat.size), pad_id)
         parts = byte_targets(self.planes, found, flat.shape, ids.new_empty(0).cpu().device)

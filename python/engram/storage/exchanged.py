@@ -55,8 +55,11 @@ class Exchange:
         if is_torch(ids):
             given = int64_tensor(ids) if is_integer(ids) else ids
         else:
-            array = np.asarray(ids)
-            given = _from_numpy(int64_ids(ids).copy()) if _integers(array) else array
+            try:
+                flat, lengths = int64_ids(ids, storage.info)
+                given = _from_numpy(flat.copy()).reshape(lengths)
+            except (TypeError, IndexError):
+                given = np.asarray(ids)
         if is_torch(given):
             given = _with_padding(given, pad_id)
         try:
@@ -94,10 +97,6 @@ class Exchange:
         out = torch.empty((ids.numel(), storage.row_bytes), dtype=torch.uint8, device=ids.device)
         storage._lookup_on_device(ids, out, None)  # pyright: ignore[reportPrivateUsage]
         return out
-
-
-def _integers(array: Any) -> bool:
-    return array.dtype.kind in "iu" or array.size == 0
 
 
 def _with_padding(ids: Any, pad_id: int | None) -> Any:

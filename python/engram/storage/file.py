@@ -82,7 +82,7 @@ class FileStorage(Storage):
         shape = tuple(ids.shape)
         rows = allocate_on(self.planes, shape, ids.device) if out is None else out
         views = byte_targets(self.planes, rows, shape, ids.device)
-        flat = int64_ids(ids.detach().reshape(-1).cpu())
+        flat, _ = int64_ids(ids.detach().cpu(), self.info)
         on_cuda = ids.device.type == "cuda"
         with self._one_at_a_time:
             if self._copied is not None:

@@ -85,7 +85,11 @@ pub fn locate(views: &[View], expected: Expectation<'_>, table: TableRef<'_>) ->
     let used = table.files();
     let kept = used.iter().map(|&file| files.found[file].clone()).collect();
     table.renumber_files(&used);
-    Ok(Located { table, files: kept })
+    Ok(Located {
+        table,
+        files: kept,
+        shadowed: Vec::new(),
+    })
 }
 
 /// Names without [`OPTIONAL_SEGMENT`] where only some have it: they belong together all the same.

@@ -6,13 +6,11 @@ use engram_core::cgroup;
 use engram_core::hosted::{Hosted as CoreHosted, HostedPlane, HostedRows};
 use engram_core::load;
 use engram_core::maps;
-use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::buffer::{HostBuffer, Output, read_ids};
-use crate::errors::OrRaise as _;
-use crate::gather::{Interrupts, Reader, closed};
+use crate::buffer::{HostBuffer, Ids, Output};
+use crate::errors::{OrRaise as _, value_error};
+use crate::gather::{Interrupts, Reader};
 
 thread_local! {
     /// Ids of the running call, kept so that a step allocates nothing.
@@ -64,7 +62,7 @@ impl Hosted {
         out: &Bound<'_, PyAny>,
         pad_id: Option<i64>,
     ) -> PyResult<()> {
-        let ids = PyBuffer::<i64>::get(ids)?;
+        let ids = Ids::new(ids)?;
         let out = Output::new(out)?;
         let row_bytes: usize = self.table.row_bytes().sum();
         out.require_shape(&ids, row_bytes)?;
@@ -87,7 +85,7 @@ impl Hosted {
         targets: Vec<(Bound<'_, PyAny>, usize, usize)>,
         pad_id: Option<i64>,
     ) -> PyResult<()> {
-        let ids = PyBuffer::<i64>::get(ids)?;
+        let ids = Ids::new(ids)?;
         let outs = targets
             .iter()
             .map(|(out, offset, stride)| Ok((Output::new(out)?, *offset, *stride)))
@@ -104,20 +102,18 @@ impl Hosted {
     fn copy(
         &self,
         py: Python<'_>,
-        ids: &PyBuffer<i64>,
+        ids: &Ids,
         targets: &[(&Output, usize, usize)],
         pad_id: Option<i64>,
     ) -> PyResult<()> {
         if targets.len() != self.table.row_bytes().count() {
-            return Err(PyValueError::new_err(format!(
-                "{} outputs for a table of {} planes",
-                targets.len(),
-                self.table.row_bytes().count()
-            )));
+            let planes = self.table.row_bytes().count();
+            let text = format!("{} outputs for a table of {planes} planes", targets.len());
+            return Err(value_error(py, &text));
         }
         let mut flat = IDS.take();
         flat.clear();
-        read_ids(py, ids, &mut flat)?;
+        ids.append_to(py, &mut flat);
         let mut sinks = engram_core::gather::Sinks::new();
         for ((out, offset, stride), bytes) in targets.iter().zip(self.table.row_bytes()) {
             sinks.push(out.sink(py, *offset, *stride, bytes, flat.len())?);
@@ -142,14 +138,8 @@ pub(crate) fn load_rows(
     let count = usize::try_from(rows)?;
     let end = first_row
         .checked_add(rows)
-        .ok_or_else(|| PyValueError::new_err("more rows than ids"))?;
-    if targets.len() != reader.plane_bytes.len() {
-        return Err(PyValueError::new_err(format!(
-            "{} memories for a table of {} planes",
-            targets.len(),
-            reader.plane_bytes.len()
-        )));
-    }
+        .ok_or_else(|| value_error(py, "more rows than ids"))?;
+    reader.require_planes(py, targets.len())?;
     let outs = targets
         .iter()
         .map(|(out, offset)| Ok((Output::new(out)?, *offset)))
@@ -158,23 +148,18 @@ pub(crate) fn load_rows(
     for ((out, offset), &bytes) in outs.iter().zip(&reader.plane_bytes) {
         sinks.push(out.sink(py, *offset, bytes, bytes, count)?);
     }
-    let interrupts = Interrupts::new(None)?;
+    let interrupts = Interrupts::new(py, None)?;
+    let entered = reader.enter(py)?;
+    let reader = &*entered;
     let outcome = py.detach(|| {
-        let guard = reader.lock();
-        let reader = guard.as_ref()?;
-        Some(load::load(
-            reader,
-            first_row..end,
-            &sinks,
-            &mut |done, total| {
-                interrupts.attached(|py| match &progress {
-                    Some(progress) => progress.call1(py, (done, total)).map(drop),
-                    None => Ok(()),
-                })
-            },
-        ))
+        load::load(reader, first_row..end, &sinks, &mut |done, total| {
+            interrupts.attached(|py| match &progress {
+                Some(progress) => progress.call1(py, (done, total)).map(drop),
+                None => Ok(()),
+            })
+        })
     });
-    interrupts.raise(py, outcome.ok_or_else(closed)?)
+    interrupts.raise(py, outcome)
 }
 
 /// Bytes in memory, and of those the bytes in huge pages, of the mappings in a range of addresses.

@@ -8,11 +8,13 @@
 mod bench;
 mod buffer;
 mod errors;
+mod gate;
 mod gather;
 mod hash;
 mod hosted;
 mod stats;
 mod table;
+mod verification;
 mod views;
 
 use pyo3::prelude::*;
@@ -27,6 +29,8 @@ mod _engram {
     use crate::buffer::HostBuffer;
     #[pymodule_export]
     use crate::errors::CheckpointError;
+    #[pymodule_export]
+    use crate::gate::after_fork;
     #[pymodule_export]
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
