@@ -189,6 +189,50 @@ def share(
     return found
 
 
+def exchange(topology, path, tensor, data, config, ids_of_replicas, table=None, pad=None):
+    """Looks rows up with `tensor * data` ranks; every replica has ids of its own.
+
+    Args:
+        ids_of_replicas: Per replica, the ids of every step.
+        pad: The pad id of every look-up.
+    """
+    import torch
+    import torch.distributed as dist
+
+    import engram
+
+    rank = topology["data_parallel_rank"]
+    store = topology["store"]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tensor * data)
+    groups = engram.new_groups(tensor, data, timeout=20.0)
+    replica = rank // tensor
+    parallel = {
+        "tensor_parallel_size": tensor,
+        "tensor_parallel_rank": rank % tensor,
+        "data_parallel_size": data,
+        "data_parallel_rank": replica,
+        "groups": groups,
+        "timeout": 20.0,
+    }
+    storage = engram.open_storage(config, (path, table), parallel=parallel, device="cpu")
+    found = []
+    for ids in ids_of_replicas[replica]:
+        out = np.full((len(ids), storage.row_bytes), 0xAA, np.uint8)
+        try:
+            storage.lookup(ids, out, pad_id=pad)
+            again = storage.lookup(torch.from_numpy(ids), pad_id=pad)
+            parts = [again] if not isinstance(again, engram.Rows) else [again.weight, again.scale]
+            flat = [part.contiguous().view(torch.uint8) for part in parts]
+            assert np.array_equal(torch.cat(flat, 1).numpy(), out)
+            found.append(out)
+        except (IndexError, RuntimeError) as error:
+            found.append((type(error).__name__, str(error)))
+    held = storage.nbytes
+    shard = (storage.shard.first_row, storage.shard.stop_row)
+    globals()["_kept"] = storage
+    return {"rows": found, "placement": storage.placement, "nbytes": held, "shard": shard}
+
+
 def shared_mappings():
     """Device and inode of the nameless files that this process maps shared."""
     lines = Path("/proc/self/maps").read_text().splitlines()

@@ -25,12 +25,12 @@ from engram._errors import placed
 from engram.config import EngramConfig
 from engram.model_config import detect_platform
 from engram.parallel import Shard
-from engram.storage.bar import bar
 from engram.storage.base import Progress, Storage
 from engram.storage.dummy import AbsentStorage, DummyStorage
 from engram.storage.file import FileStorage
 from engram.storage.hosted import PinnedStorage
 from engram.storage.pipeline import absence
+from engram.storage.progress_bar import bar
 from engram.storage.source import described, opened
 from engram.storage.topology import Topology
 

@@ -99,7 +99,7 @@ def described(table: Any) -> Source:
     try:
         found = tables(path)
     except FileNotFoundError:
-        if not (directory / "config.json").is_file():
+        if not Path(path).is_dir() or not (directory / "config.json").is_file():
             raise
         found = _configured(configuration_text(directory))
     return Source(_choose(found, name, str(path)), directory=directory)

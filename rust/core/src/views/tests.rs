@@ -122,7 +122,7 @@ fn the_pieces_must_make_up_the_table() {
 #[test]
 fn memory_that_is_no_file_is_refused_by_name() {
     let (_folder, mut views, _maps) = fp8();
-    let copy = vec![0_u8; 5 * 16];
+    let copy = [0_u8; 5 * 16];
     views[0].address = copy.as_ptr() as u64;
     let error = bound(&views, 12).unwrap_err();
     assert!(matches!(error, Error::Value { .. }));
