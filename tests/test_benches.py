@@ -306,3 +306,18 @@ def test_text_says_what_it_needs(support, monkeypatch, tmp_path):
     monkeypatch.setattr(text_trace.importlib.metadata, "version", absent)
     with pytest.raises(text_trace.Unavailable, match=r"engram-gather\[bench\]"):
         text_trace.load(tmp_path)
+
+
+def test_storage(directory):
+    pytest.importorskip("torch")
+    result = directory / "storage.json"
+    told = run("storage", directory, *QUICK, "--ids", "uniform", "--json", result)
+    assert told.returncode == 0, told.stderr + told.stdout
+    assert "rows checked, 0 wrong" in told.stdout
+    document = json.loads(result.read_text())
+    places = {entry["place"]: entry for entry in document["places"]}
+    assert set(places) == {"device", "pinned", "huge", "shared", "file"}
+    assert places["pinned"]["anonymous_bytes"] >= places["pinned"]["nbytes"]["pinned"]
+    assert places["shared"]["shared_bytes"] >= places["shared"]["nbytes"]["shared"]
+    assert places["file"]["nbytes"]["pinned"] == 0
+    assert set(places) <= methods(document, rows=4096)

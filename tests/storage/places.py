@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch.distributed as dist
 
 import engram
+from engram.storage.device import DeviceStorage
 from engram.storage.shared import SharedStorage
 from engram.storage.topology import Topology
 
-PLACES = ("device", "pinned", "huge", "shared", "file")
+PLACES = ("device", "tensor", "pinned", "huge", "shared", "file")
 
 CONFIGURATIONS = {
     "device": {"cpu_offload": False},
@@ -23,6 +24,13 @@ def open_place(place, path, table=None):
     if place == "shared":
         gather = engram.FileGather(path, table)
         storage = SharedStorage(gather.info, topology=alone(), required=True)
+        storage.load(gather)
+        gather.close()
+        return storage
+    if place == "tensor":
+        # As on an accelerator, with torch's CPU standing in for one.
+        gather = engram.FileGather(path, table)
+        storage = DeviceStorage(gather.info, device="cpu")
         storage.load(gather)
         gather.close()
         return storage

@@ -28,7 +28,7 @@ from engram.parallel import Shard
 from engram.storage.base import Progress, Storage
 from engram.storage.dummy import AbsentStorage, DummyStorage
 from engram.storage.file import FileStorage
-from engram.storage.hosted import PinnedStorage
+from engram.storage.hosted import HostDeviceStorage, PinnedStorage
 from engram.storage.pipeline import absence
 from engram.storage.progress_bar import bar
 from engram.storage.source import described, opened
@@ -156,15 +156,12 @@ def _make(
         placement = "pinned"
     huge_pages = settings.use_thp or platform == "rocm"
     storage: Storage
-    if placement == "device":
+    if placement == "device" and on is None:
+        storage = HostDeviceStorage(info, shard, numa=numa, ranks_here=topology.ranks_here)
+    elif placement == "device":
         from engram.storage.device import DeviceStorage
 
-        storage = DeviceStorage(
-            info,
-            shard,
-            device="cpu" if on is None and device is not None else on,
-            ranks_here=topology.ranks_here,
-        )
+        storage = DeviceStorage(info, shard, device=on)
     elif placement == "pinned":
         storage = PinnedStorage(
             info,

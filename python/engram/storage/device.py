@@ -43,8 +43,7 @@ class DeviceStorage(Storage):
     Args:
         info: The table.
         shard: The part that this rank holds.
-        device: The torch device; None for the current CUDA device, or the CPU where there is none.
-        ranks_here: Ranks of this machine that hold as much, where the device is the CPU.
+        device: The torch device.
     """
 
     placement = "device"
@@ -54,17 +53,14 @@ class DeviceStorage(Storage):
         info: TableInfo,
         shard: Shard | None = None,
         *,
-        device: Any = None,
-        ranks_here: int = 1,
+        device: Any,
     ) -> None:
         super().__init__(info, shard)
-        if device is None:
-            device = "cuda" if _cuda.is_available() else "cpu"
         self._device: Any = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", _cuda.current_device())
         size = self.planes.nbytes(self.shard.num_local_rows)
-        self._needs = preflight.Needs(info.name, self.placement, size, ranks_here)
+        self._needs = preflight.Needs(info.name, self.placement, size, 1)
         self._memory: Any = None
         self._rows: list[Any] = []
         self._require_memory()

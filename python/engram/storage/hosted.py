@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engram.parallel import Shard
     from engram.table import TableInfo
 
-__all__ = ["HostedStorage", "PinnedStorage", "fill", "stage_progress"]
+__all__ = ["HostDeviceStorage", "HostedStorage", "PinnedStorage", "fill", "stage_progress"]
 
 
 class HostedStorage(Storage):
@@ -177,6 +177,38 @@ class PinnedStorage(HostedStorage):
     def stats(self) -> dict[str, Any]:
         """As `HostedStorage.stats`; adds `huge_page_share`, None where none were asked for."""
         return {**super().stats(), "huge_page_share": self._huge_share}
+
+
+class HostDeviceStorage(PinnedStorage):
+    """What `cpu_offload=False` means where the host itself is the device: its memory, unregistered.
+
+    Args:
+        info: The table.
+        shard: The part that this rank holds.
+        numa: As for `open_storage`.
+        ranks_here: As for `PinnedStorage`.
+    """
+
+    placement = "device"
+
+    def __init__(
+        self,
+        info: TableInfo,
+        shard: Shard | None = None,
+        *,
+        numa: Numa = "auto",
+        ranks_here: int = 1,
+    ) -> None:
+        super().__init__(info, shard, numa=numa, ranks_here=ranks_here)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held, all of them `device`."""
+        return {**no_bytes(), "device": 0 if self._buffer is None else self._buffer.capacity}
+
+    def stats(self) -> dict[str, Any]:
+        """As `HostedStorage.stats`; adds `device`."""
+        return {**super().stats(), "device": "cpu"}
 
 
 def fill(

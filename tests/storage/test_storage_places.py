@@ -182,7 +182,7 @@ def test_every_number_a_table_has_is_there(everywhere):
         for name in ("num_rows", "row_bytes", "row_shape", "dtype", "encoding", "logical_shape"):
             assert getattr(storage, name) == getattr(gather, name)
         assert storage.constants == gather.constants
-        kind = {"huge": "pinned", "file": "mapped"}.get(place, place)
+        kind = {"huge": "pinned", "file": "mapped", "tensor": "device"}.get(place, place)
         held = storage.nbytes
         assert held.pop(kind) >= gather.nbytes
         assert set(held.values()) == {0}
