@@ -17,3 +17,10 @@ def checkpoint(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory):
+    """A table of 65 MiB."""
+    rows = 65 * 2**20 // 320
+    return checkpoints.make(tmp_path_factory.mktemp("large") / "c", "qwen-bf16", rows=rows)

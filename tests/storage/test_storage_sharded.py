@@ -168,3 +168,29 @@ def test_files_need_no_exchange(checkpoint, tmp_path):
     for outcome, ids in zip(outcomes, each, strict=True):
         np.testing.assert_array_equal(outcome.value["rows"][0], whole(info, ids[0]))
         assert outcome.value["shard"] == (0, info.tables[0].rows)
+
+
+@pytest.mark.parametrize("place", ["device", "pinned"])
+def test_more_ranks_than_rows_leave_some_with_nothing(place, tmp_path):
+    from safetensors.numpy import save_file
+
+    table = np.arange(24, dtype=np.float32).reshape(3, 8)
+    save_file({"embed.weight": table}, tmp_path / "model.safetensors")
+    path = tmp_path / "model.safetensors"
+    total = np.zeros((4, 32), np.uint8)
+    for rank in range(5):
+        parallel = {"tensor_parallel_size": 5, "tensor_parallel_rank": rank}
+        with engram.open_storage(
+            CONFIGURATIONS[place], (path, "embed.weight"), parallel=parallel, device="cpu"
+        ) as part:
+            out = np.full_like(total, 7)
+            total += part.lookup(np.array([2, 0, 1, 2]), out)
+        announced = engram.FileGather(path, "embed.weight").info
+        with engram.open_storage(
+            CONFIGURATIONS[place], announced, parallel=parallel, device="cpu"
+        ) as part:
+            part.load({"embed.weight": table})
+            found = part.lookup([1])
+            owned = part.shard.owns(1)
+            np.testing.assert_array_equal(found, table[1:2] * owned)
+    np.testing.assert_array_equal(total.view(np.float32), table[[2, 0, 1, 2]])

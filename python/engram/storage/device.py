@@ -80,25 +80,33 @@ class DeviceStorage(Storage):
             memory[plane.offset(held) :][: held * plane.row_bytes].view(held, plane.row_bytes)
             for plane in self.planes
         ]
+        step = max(1, min(held, STAGING_BYTES // self.row_bytes))
+        staging = HostBuffer(max(1, self.planes.nbytes(step)))
+        if self._device.type == "cuda":
+            staging.pin()
         if isinstance(views, FileGather):
             require_same(views.info, self.info)
-            chunks = self._chunks_of_files(views)
+            chunks = self._chunks_of_files(views, staging, step)
         else:
-            chunks = chunks_of_views(views, self.info, self.shard)
+            chunks = _through(staging, chunks_of_views(views, self.info, self.shard))
         report = stage_progress(progress, "loading rows")
         done = 0
-        for plane, first, part in chunks:
-            self._copy_in(rows[plane][first : first + len(part)], part)
-            done += part.size
-            if report is not None:
-                report(done, held * self.row_bytes)
+        try:
+            for plane, first, part in chunks:
+                # Waits for the copy: the staging memory is used again for the next.
+                rows[plane][first : first + len(part)].copy_(_from_numpy(part))
+                done += part.size
+                if report is not None:
+                    report(done, held * self.row_bytes)
+        finally:
+            staging.unpin()
         self._memory, self._rows = memory, rows
 
-    def _chunks_of_files(self, gather: FileGather) -> Iterator[Chunk]:
-        """The shard's rows, some at a time, in memory that is used again for the next."""
+    def _chunks_of_files(
+        self, gather: FileGather, staging: HostBuffer, step: int
+    ) -> Iterator[Chunk]:
+        """The shard's rows, `step` at a time, in memory that is used again for the next."""
         held = self.shard.num_local_rows
-        step = max(1, min(held, STAGING_BYTES // self.row_bytes))
-        staging = HostBuffer(self.planes.nbytes(step))
         view = bytes_of(staging)
         for first in range(0, held, step):
             count = min(step, held - first)
@@ -113,22 +121,6 @@ class DeviceStorage(Storage):
             for number, (plane, offset) in enumerate(zip(self.planes, offsets, strict=True)):
                 part = view[offset : offset + count * plane.row_bytes]
                 yield Chunk(number, first, part.reshape(count, plane.row_bytes))
-
-    def _copy_in(self, target: Any, rows: NDArray[np.uint8]) -> None:
-        """Copies rows to the device, through memory of its own.
-
-        A driver that reads a private mapping of a file may copy its pages, which would put the
-        table into memory a second time.
-        """
-        step = max(1, STAGING_BYTES // rows.shape[1])
-        for first in range(0, len(rows), step):
-            part = rows[first : first + step]
-            if self._device.type != "cpu":
-                part = part.copy()
-            elif not part.flags.writeable:
-                target[first : first + step].numpy()[:] = part
-                continue
-            target[first : first + step].copy_(_from_numpy(part))
 
     def _gather(self, ids: NDArray[np.int64], into: PlaneTargets, pad_id: int | None) -> None:
         local, may_pad = local_ids(
@@ -169,6 +161,23 @@ class DeviceStorage(Storage):
     def stats(self) -> dict[str, Any]:
         """As `Storage.stats`; adds `device`."""
         return {**super().stats(), "device": str(self._device)}
+
+
+def _through(staging: HostBuffer, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same rows, some at a time, in staging memory.
+
+    A driver that reads a private mapping of a file may copy its pages, which would put the table
+    into memory a second time.
+    """
+    view = bytes_of(staging)
+    for plane, first, rows in chunks:
+        row_bytes = rows.shape[1]
+        step = len(view) // row_bytes
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            staged = view[: part.size].reshape(part.shape)
+            staged[:] = part
+            yield Chunk(plane, first + start, staged)
 
 
 def _select(stored: Any, local: Any, may_pad: bool) -> Any:  # noqa: FBT001

@@ -11,6 +11,7 @@ from engram._targets import targets
 from engram.buffer import HostBuffer
 from engram.gather import FileGather
 from engram.storage.base import Progress, Storage, no_bytes
+from engram.storage.hosted import wait_for
 from engram.storage.loading import bound_gather, require_same
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class FileStorage(Storage):
     def _release(self) -> None:
         source, self._source = self._source, None
         staging, self._staging, self._copied = self._staging, None, None
-        if staging is not None:
+        if staging is not None and staging.is_pinned:
+            wait_for(self._device)
             staging.unpin()
         if source is not None and self._owned:
             source.close()

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from engram.parallel import Shard
     from engram.table import TableInfo
 
-__all__ = ["HostDeviceStorage", "HostedStorage", "PinnedStorage", "fill", "stage_progress"]
+__all__ = [
+    "HostDeviceStorage",
+    "HostedStorage",
+    "PinnedStorage",
+    "fill",
+    "stage_progress",
+    "wait_for",
+]
 
 
 class HostedStorage(Storage):
@@ -109,7 +116,8 @@ class HostedStorage(Storage):
 
     def _release(self) -> None:
         buffer, self._buffer, self._table = self._buffer, None, None
-        if buffer is not None:
+        if buffer is not None and buffer.is_pinned:
+            wait_for(self._device)
             buffer.unpin()
 
     def stats(self) -> dict[str, Any]:
@@ -232,15 +240,25 @@ def fill(
             report,
         )
         return
-    memory = bytes_of(buffer)
+    memory = bytes_of(buffer) if rows else None
     done = 0
     for plane, first, part in chunks_of_views(views, info, shard):
         row_bytes = info.planes[plane].row_bytes
         start = offsets[plane] + first * row_bytes
-        memory[start : start + part.size].reshape(part.shape)[:] = part
+        if memory is not None:
+            memory[start : start + part.size].reshape(part.shape)[:] = part
         done += part.size
         if report is not None:
             report(done, rows * info.row_bytes)
+
+
+def wait_for(device: Any) -> None:
+    """Waits until a CUDA device has finished with memory that is about to go."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        cuda.synchronize(device)
 
 
 def stage_progress(progress: Progress | None, stage: str) -> Callable[[int, int], Any] | None:

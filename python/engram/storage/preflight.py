@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,9 @@ __all__ = [
     "require_host_memory",
     "shared_memory_now",
 ]
+
+
+_logger = logging.getLogger(__name__)
 
 
 class Memory(NamedTuple):
@@ -60,6 +64,15 @@ def require_host_memory(needs: Needs, memory: Memory | None = None) -> None:
         MemoryError: It does not; the message holds the numbers.
     """
     memory = memory_now() if memory is None else memory
+    _logger.info(
+        "table %r (%s): %d bytes for this rank, %d for %d ranks on this machine; %d available",
+        needs.table,
+        needs.placement,
+        needs.own,
+        needs.total,
+        needs.ranks,
+        memory.available,
+    )
     if needs.total > memory.limit or needs.own > memory.available:
         raise MemoryError(
             f"not enough host memory for table {needs.table!r} ({needs.placement}):\n"

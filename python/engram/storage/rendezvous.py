@@ -20,9 +20,6 @@ __all__ = ["Rendezvous", "identity", "store_of"]
 _distributed: Any = dist
 _PAUSE = 0.005
 
-_rounds: dict[str, int] = {}
-"""Meetings of each name so far. Every rank counts alike, so none takes an old note for a new."""
-
 
 def store_of(topology: Topology) -> Any:
     """A store that all replicas of the server reach; None where none is known.
@@ -66,14 +63,14 @@ class Rendezvous:
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int, timeout: float) -> None:
-        number = _rounds.get(name, 0)
-        _rounds[name] = number + 1
         self._store = store
-        self._prefix = f"engram/{name}/{number}"
         self._name = name
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        # Every rank counts its meetings alike, so none takes an old note for a new one.
+        number = self._ask(lambda: store.add(f"engram/{name}/meetings/{rank}", 1))
+        self._prefix = f"engram/{name}/{number}"
         self._identities: list[dict[str, Any]] = []
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
