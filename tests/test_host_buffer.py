@@ -21,7 +21,12 @@ def test_memory_is_page_aligned_zeroed_and_writable(nbytes):
     assert buffer.nbytes == len(buffer) == nbytes
     assert buffer.address % resource.getpagesize() == 0
     view = memoryview(buffer)
-    assert (view.nbytes, view.itemsize, view.readonly, view.c_contiguous) == (nbytes, 1, False, True)
+    assert (view.nbytes, view.itemsize, view.readonly, view.c_contiguous) == (
+        nbytes,
+        1,
+        False,
+        True,
+    )
     array = np.frombuffer(buffer, np.uint8) if nbytes else np.empty(0, np.uint8)
     assert not array.any()
     array[:] = 7
