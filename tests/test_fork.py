@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+
 from checkpoint_support import opened, safetensors, tensor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

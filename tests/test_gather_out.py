@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checkpoint_support import DEEPSEEK, opened, raises, raw, read_rows
 
 import engram
+from checkpoint_support import DEEPSEEK, opened, raises, raw, read_rows
 
 NAME = "embed.weight"
 IDS = np.array([3, 99, 0])
@@ -226,9 +226,9 @@ def test_rows_have_planes_and_do_not_unpack(planes):
         with pytest.raises(KeyError):
             rows[absent]
     with pytest.raises(TypeError, match="does not unpack"):
-        weight, scale = rows
+        _weight, _scale = rows
     assert rows != planes.gather(IDS)
-    assert rows == rows  # noqa: PLR0124
+    assert rows == rows
 
 
 def test_nothing_is_allocated_when_out_is_given(gather):

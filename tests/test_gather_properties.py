@@ -8,6 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import engram
 from checkpoint_support import (
     IO_MODES,
     STORED,
@@ -19,10 +23,6 @@ from checkpoint_support import (
     safetensors,
     tensor,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-import engram
 
 torch = pytest.importorskip("torch")
 

@@ -10,9 +10,9 @@ import weakref
 
 import numpy as np
 import pytest
-from checkpoint_support import check_error, raises
 
 import engram
+from checkpoint_support import check_error, raises
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 1 << 20])
@@ -136,25 +136,25 @@ class FakeRuntime:
         self.unregistered = []
         self.left_behind = 0
 
-    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+    def cudaHostRegister(self, address, nbytes, flags):
         assert flags == 0
         self.left_behind = self.status
         if self.status == 0:
             self.registered.append((address, nbytes))
         return self.status
 
-    def cudaHostUnregister(self, address):  # noqa: N802
+    def cudaHostUnregister(self, address):
         self.unregistered.append(address)
         return 0
 
-    def cudaGetLastError(self):  # noqa: N802
+    def cudaGetLastError(self):
         code, self.left_behind = self.left_behind, 0
         return code
 
-    def cudaError(self, code):  # noqa: N802
+    def cudaError(self, code):
         return code
 
-    def cudaGetErrorString(self, code):  # noqa: N802
+    def cudaGetErrorString(self, code):
         return f"reason {code}"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+
+import engram
 from checkpoint_support import (
     DEEPSEEK,
     INDEX,
@@ -24,8 +26,6 @@ from checkpoint_support import (
     shards,
     tensor,
 )
-
-import engram
 
 NAME = "embed.weight"
 LAYER_4 = QWEN.replace("layers.1", "layers.4")

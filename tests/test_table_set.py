@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+import engram
 from checkpoint_support import (
     QWEN,
     checkpoint,
@@ -15,8 +17,6 @@ from checkpoint_support import (
     shards,
     tensor,
 )
-
-import engram
 
 OTHER = QWEN.replace("layers.1", "layers.2")
 
