@@ -39,7 +39,7 @@ ROUNDS = 400
 LEAST = 5
 ALWAYS_DROP_ROWS = 1024
 """Up to this many rows each page of a batch is looked up; above, the whole file is dropped."""
-FAULTING_CALLS = 5
+FAULTING_CALLS = 3
 UNADVISED_ROWS = 256
 UNADVISED_CALLS = 3
 FIO = (

@@ -33,8 +33,9 @@ from support.report import Report
 SHARES = (0.25, 0.5, 0.75)
 ROUNDS = 200
 LEAST = 5
-REREADING_CALLS = 7
+REREADING_CALLS = 5
 FAULTING_CALLS = 3
+MOST_FAULTS = 16_384
 CANDIDATES = 1 << 16
 TRIES = 1000
 PROBES = 8
@@ -44,7 +45,7 @@ DRIFT = 0.1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = options.parser(__doc__, seconds=2.5)
+    made = options.parser(__doc__, seconds=2.0)
     made.add_argument("--section", choices=("all", "resident", "limit", "memory"), default="all")
     made.add_argument("--without-bare", action="store_true", help="skip the bare io_uring loops")
     made.add_argument("--cgroup", type=Path, help="make the limited control group below this one")
@@ -250,7 +251,10 @@ def measure(
         noted(gathering("engram, only missing", known.gather), missing_batches),
         noted(just_opened(known)),
         *(noted(by_mode(known, mode), most=REREADING_CALLS) for mode in known.modes),
-        noted(numpy_take("np.take", known.mapped), most=FAULTING_CALLS),
+        noted(
+            numpy_take("np.take", known.mapped),
+            most=max(1, min(FAULTING_CALLS, MOST_FAULTS // missing)),
+        ),
     ]
     if with_bare:
         ideal = bare.uring("bare io_uring, only missing", known.gather, direct=False)

@@ -58,7 +58,9 @@ class Measurement:
                 "p99": result.quantile(0.99),
                 "min": min(result.seconds),
             },
-            "cpu_seconds_per_call": result.cpu_seconds / calls,
+            "cpu_seconds_per_call": None
+            if result.cpu_seconds is None
+            else result.cpu_seconds / calls,
             "bytes_read_per_call": None if result.bytes_read is None else result.bytes_read / calls,
             "rows_checked": result.rows,
             "rows_wrong": result.wrong,
@@ -89,10 +91,12 @@ def costs(measurements: Sequence[Measurement]) -> Grid:
     def cell(measurement: Measurement) -> str:
         result = measurement.result
         calls = len(result.seconds)
-        cpu = format_seconds(result.cpu_seconds / calls)
-        if result.bytes_read is None:
-            return cpu
-        return f"{cpu}, {format_bytes(result.bytes_read / calls)}"
+        parts: list[str] = []
+        if result.cpu_seconds is not None:
+            parts.append(format_seconds(result.cpu_seconds / calls))
+        if result.bytes_read is not None:
+            parts.append(format_bytes(result.bytes_read / calls))
+        return ", ".join(parts)
 
     return _grid(measurements, cell)
 

@@ -204,6 +204,11 @@ impl OpenFile {
         self.identity
     }
 
+    /// What the file is now.
+    pub(crate) fn identity_now(&self) -> io::Result<Identity> {
+        self.file.metadata().map(|metadata| Identity::of(&metadata))
+    }
+
     /// Whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.identity.len == 0
@@ -241,7 +246,7 @@ impl OpenFile {
         };
         let residency = self.residency();
         residency.bar(&residency.pages_of(lost.start, lost.end - lost.start));
-        if self.is_whole()? && Identity::of(&self.file.metadata()?) != self.identity {
+        if self.is_whole()? && self.identity_now()? != self.identity {
             // Cut and made longer again: where in its last page it ended meanwhile is not known.
             self.note_cut(lost.start.saturating_sub(rustix::param::page_size() as u64));
         }
