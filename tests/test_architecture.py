@@ -21,8 +21,8 @@ CORE_ORDER = [
     "error", "latency", "cgroup", "primes",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "threads", "crew", "buffer", "fault", "map", "residency", "file",
-    "fetch", "cuts", "trim", "stats", "reader",
+    "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
+    "fetch", "mode", "cuts", "trim", "stats", "reader",
     "reread", "gather", "verify", "warm",
     "hash",
     "bench",
@@ -37,7 +37,7 @@ BINDING_ORDER = [
 
 PYTHON_ORDER = [
     "_engram", "_errors", "_notices", "_dtypes", "_arguments",
-    "table", "_arrays", "rows", "buffer", "verification", "gather",
+    "table", "_arrays", "rows", "buffer", "verification", "gather", "table_set",
     "quant", "hashing",
     "model_config", "config", "collective", "parallel", "exchange",
     "synth",
@@ -60,7 +60,8 @@ UNSAFE = {
 NOT_WITH_ENGRAM = {"torch", "pydantic", "typer", "rich", "transformers", "tokenizers"}
 """Packages that `import engram` must not import."""
 
-LONGEST_FILE = 500
+LONGEST_FILE = 520
+"""Lines; a longer file is two."""
 
 needs_sources = pytest.mark.skipif(not CORE.exists(), reason="not a checkout of the project")
 

@@ -63,7 +63,7 @@ def ids_for(draw, rows: int, pad_id: int | None):
     fitting = [
         name
         for name in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i4", ">i8")
-        if not count or np.array_equal(plain.astype(name).astype(np.int64), plain)
+        if plain.astype(name).tolist() == plain.tolist()
     ]
     array = plain.astype(draw(st.sampled_from(fitting)))
     form = draw(st.sampled_from(["numpy", "strided", "fortran", "torch", "list"]))
