@@ -47,13 +47,19 @@ test: $(PLAIN) $(DEV) ## Test the core, then the Python package.
 test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every test is skipped.
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
-.PHONY: lint
-lint: $(PLAIN) $(DEV) ## Formatting, lints and types, warnings being errors.
+.PHONY: lint lint-rust lint-python lint-types
+lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings being errors (-k: all of them).
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --workspace --all-targets --features bench -- -D warnings
+
+lint-python: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types: $(PLAIN) $(DEV)
 	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest engram._engram --allowlist tests/stubtest_allowlist.txt
 
