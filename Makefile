@@ -29,6 +29,7 @@ RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml \
 PLAIN := $(VENV)/.plain
 BENCH := $(VENV)/.bench
 DEV := $(VENV)/.dev
+BENCH_NEEDS := $(VENV)/.bench-needs
 
 .PHONY: help
 help: ## List these targets.
@@ -70,7 +71,7 @@ format: $(DEV) ## Format Rust and Python, and fix what can be fixed.
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(BENCH) $(DEV) ## Run the benchmarks; BENCHES="warm hash" chooses, BENCH_ARGS reaches each.
+bench: $(BENCH) $(BENCH_NEEDS) ## Run the benchmarks; BENCHES="warm hash" chooses, BENCH_ARGS reaches each.
 	status=0; \
 	for name in $(BENCHES); do \
 		if [ -e benches/$$name.py ]; then \
@@ -121,6 +122,10 @@ $(BENCH): $(VENV)/.tools $(RUST_SOURCES)
 # What the package needs is read from pyproject.toml alone, so this waits for no build.
 $(DEV): $(VENV)/.tools pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py dev)
+	touch $@
+
+$(BENCH_NEEDS): $(VENV)/.tools pyproject.toml
+	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py bench)
 	touch $@
 
 ifeq ($(wildcard python/engram/_engram*.so),)

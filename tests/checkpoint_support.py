@@ -136,7 +136,7 @@ def shards(sizes: list[int], columns: int, naming: str = "shard_{}", stem: str =
 def read_rows(path: Path, name: str, ids) -> np.ndarray:
     """The oracle: the stored bytes of rows, each found by a seek and a read."""
     ids = np.asarray(ids)
-    with Path(path).open("rb") as file:
+    with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(header_bytes))[name]
         begin, end = entry["data_offsets"]
@@ -169,7 +169,7 @@ def opened(path, table=None, io: str = "auto", **options) -> engram.FileGather:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *parts: str, **place):
-    """Expects exactly `kind`, every part in its message, and all attributes, `place` among them."""
+    """Expects exactly `kind`, every part in its message, all attributes, these with these values."""
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value

@@ -14,6 +14,7 @@ from engram.buffer import HostBuffer
 from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+from engram.verification import Problem, Verification
 
 __all__ = [
     "CheckpointError",
@@ -25,6 +26,7 @@ __all__ = [
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "Problem",
     "ReadOncePerNode",
     "Residency",
     "Rows",
@@ -33,6 +35,7 @@ __all__ = [
     "TableInfo",
     "TableSet",
     "TokenHistory",
+    "Verification",
     "__version__",
     "dequantize",
     "drop_cache",

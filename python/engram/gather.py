@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from engram import _engram
-from engram._arguments import optional_number, path_text
+from engram._arguments import optional_number, path_text, whole_number
 from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
 from engram._errors import complete, placed
+from engram._notices import notify
 from engram.buffer import HostBuffer
 from engram.rows import Rows
 from engram.table import PlaneInfo, Planes, TableInfo, tables
+from engram.verification import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,8 +119,13 @@ class FileGather:
         except Exception as error:
             complete(error, path=self._path)
             raise
-        self._info = TableInfo.from_native(self._native.table())
+        self._describe(self._native.table())
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        self._info = TableInfo.from_native(description)
         self._single = self.planes[0] if len(self.planes) == 1 else None
+        for fallback in self.stats()["io"]["fallbacks"]:
+            notify(fallback)
 
     def gather(
         self,
@@ -255,6 +262,44 @@ class FileGather:
             `plan`, `copy` and `fetch` and of whole calls.
         """
         return self._native.stats()
+
+    def verify(
+        self, rows: int | None = 1024, *, seed: int = 0, progress: Any = None
+    ) -> Verification:
+        """Looks at what the files are now, and reads rows in two independent ways.
+
+        Rows that an earlier call read are also compared with what it read. With `ENGRAM_VERIFY=1`
+        in the environment every gathered row is read twice, and a difference is an OSError.
+
+        Args:
+            rows: How many rows, spread evenly over the table; None for all, 0 for the files alone.
+            seed: Which rows of each equal part of the table.
+            progress: Called with `(rows_done, rows_total)` now and then, on this thread.
+
+        Returns:
+            A report; `.ok` says whether anything is wrong, `.problems` what.
+        """
+        count = None if rows is None else whole_number("rows", rows, least=0)
+        seed = whole_number("seed", seed, least=0)
+        return Verification.from_native(self._native.verify(count, seed, progress))
+
+    def reopen(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Serves the same table from new files, without a gap.
+
+        Calls under way end with the files they began with, calls that begin later use the new ones,
+        and none sees both. Counters begin anew. If this fails, the old files go on being served.
+
+        Args:
+            path: A checkpoint with a table of the same name, planes and encoding, whatever its
+                number of rows; None for the path given before, where files may have been replaced.
+
+        Raises:
+            ValueError: The table there has rows of another layout; or closed.
+            Exception: As on opening.
+        """
+        path = self._path if path is None else path_text(path)
+        self._describe(self._native.reopen(path))
+        self._path = path
 
     def close(self) -> None:
         """Closes the files once running calls have ended; later calls raise ValueError."""

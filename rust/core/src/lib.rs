@@ -31,15 +31,18 @@ pub mod file;
 pub mod gather;
 pub mod hash;
 pub mod header;
+pub mod latency;
 pub mod map;
 pub mod plan;
 pub mod primes;
 pub mod reader;
+mod reread;
 pub mod residency;
 pub mod stats;
 pub mod table;
 pub mod threads;
 mod trim;
+pub mod verify;
 pub mod warm;
 
 pub use error::{Error, Place, Result};

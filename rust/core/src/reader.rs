@@ -1,10 +1,11 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::checkpoint::{Checkpoint, CheckpointFile};
+use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
 use crate::cuts::Cuts;
 use crate::discover::{self, TableRef};
 use crate::error::{Error, Result};
@@ -156,6 +157,9 @@ impl Mode {
 /// Sweeps in which every belief is checked with the kernel after one was found wrong.
 const VERIFIED_SWEEPS: u32 = 64;
 
+/// Digests of rows that verifications read, by plane and row.
+pub(crate) type Digests = HashMap<(usize, u64), u64>;
+
 /// A table opened for reading. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct Reader {
@@ -173,6 +177,11 @@ pub struct Reader {
     late_fallbacks: Mutex<Vec<String>>,
     prefetches: Entrance,
     closing: AtomicBool,
+    options: Options,
+    shadowed: Vec<Shadowed>,
+    /// Compare every gathered row with a second read of it.
+    checks_rows: bool,
+    digests: Mutex<Digests>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -182,6 +191,8 @@ pub struct Located {
     pub table: Table,
     /// The files, as they were when their headers were read.
     pub files: Vec<CheckpointFile>,
+    /// Second copies of tensors in the checkpoint, which are never read.
+    pub shadowed: Vec<Shadowed>,
 }
 
 impl Located {
@@ -200,7 +211,11 @@ impl Located {
             .map(|&file| checkpoint.files[file].clone())
             .collect();
         table.renumber_files(&used);
-        Self { table, files }
+        Self {
+            table,
+            files,
+            shadowed: checkpoint.shadowed.clone(),
+        }
     }
 
     /// Paths of the files, symlinks resolved.
@@ -215,28 +230,50 @@ impl Located {
 impl Reader {
     /// Opens the files of a located table.
     pub fn open(located: Located, options: Options) -> Result<Self> {
-        let Located { table, files } = located;
-        let name = table.name.clone();
-        Self::open_files(table, &files, options).map_err(|error| error.in_table(&name))
+        let name = located.table.name.clone();
+        Self::open_files(located, options).map_err(|error| error.in_table(&name))
     }
 
-    fn open_files(table: Table, files: &[CheckpointFile], options: Options) -> Result<Self> {
+    /// The table of the same name at `path`, opened in the same way; its rows must have the same
+    /// planes, encoding and meaning, so that they fit where rows of this one went.
+    pub fn reopen(&self, path: &Path) -> Result<Self> {
+        let located = Located::find(path, TableRef::Name(&self.table.name))?;
+        let layout = |table: &Table| {
+            let planes: Vec<_> = table
+                .planes
+                .iter()
+                .map(|plane| (plane.name(), plane.dtype(), plane.row_bytes()))
+                .collect();
+            (planes, table.encoding, table.logical_shape.clone())
+        };
+        let (old, new) = (layout(&self.table), layout(&located.table));
+        if old != new {
+            return Err(Error::value(format!(
+                "table {:?} at {} has rows of another layout ({new:?}, not {old:?}); open a new FileGather",
+                self.table.name,
+                path.display()
+            )));
+        }
+        Self::open(located, self.options)
+    }
+
+    fn open_files(located: Located, options: Options) -> Result<Self> {
+        let Located {
+            table,
+            files,
+            shadowed,
+        } = located;
         let mapping = match options.io {
             Io::Auto => Mapping::IfSafe,
             Io::Mmap => Mapping::Required,
             Io::Pread | Io::Uring | Io::Direct => Mapping::Never,
         };
+        let random = options.advice != Advice::Normal;
         let files = files
             .iter()
-            .map(|file| OpenFile::open(file, mapping))
+            .map(|file| OpenFile::open(file, mapping, random))
             .collect::<Result<Vec<_>>>()?;
         let mode = resolve(options.io, &files)?;
-        if options.advice != Advice::Normal {
-            for map in files.iter().filter_map(|file| file.map().ok()) {
-                // Advice is a hint: without it a wrong belief costs a larger read.
-                drop(map.advise_random());
-            }
-        }
         let cuts = if mode.mapped {
             table
                 .planes
@@ -259,6 +296,10 @@ impl Reader {
             late_fallbacks: Mutex::default(),
             prefetches: Entrance::default(),
             closing: AtomicBool::new(false),
+            options,
+            shadowed,
+            checks_rows: std::env::var_os("ENGRAM_VERIFY").is_some_and(|value| value == "1"),
+            digests: Mutex::default(),
         })
     }
 
@@ -309,6 +350,21 @@ impl Reader {
     /// Counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
+    }
+
+    /// Second copies of tensors in the checkpoint, which are never read.
+    pub fn shadowed(&self) -> &[Shadowed] {
+        &self.shadowed
+    }
+
+    /// Whether every gathered row is compared with a second read of it (`ENGRAM_VERIFY=1`).
+    #[inline]
+    pub(crate) fn checks_rows(&self) -> bool {
+        self.checks_rows
+    }
+
+    pub(crate) fn digests(&self) -> &Mutex<Digests> {
+        &self.digests
     }
 
     /// Stops background work at its next look.

@@ -78,6 +78,25 @@ impl<T: Send + Sync> Gate<T> {
         })
     }
 
+    /// Lets later calls in to `value`; those inside stay with what they entered. `last` is called
+    /// with what they had. `None` when it is closed.
+    pub(crate) fn exchange(
+        &self,
+        py: Python<'_>,
+        value: Arc<T>,
+        last: impl FnOnce(&T),
+    ) -> Option<()> {
+        let old = self
+            .lock()
+            .value
+            .as_mut()
+            .map(|old| std::mem::replace(old, value))?;
+        last(&old);
+        // The last holder closes the files, which may take the kernel a while.
+        py.detach(|| drop(old));
+        Some(())
+    }
+
     pub(crate) fn is_closed(&self, _py: Python<'_>) -> bool {
         self.lock().value.is_none()
     }

@@ -11,7 +11,7 @@ use engram_core::Error;
 use engram_core::discover::TableRef;
 use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
-use engram_core::warm;
+use engram_core::{verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -46,6 +46,20 @@ pub(crate) struct Reader {
     plane_bytes: Vec<usize>,
 }
 
+/// The table and its files, as a dictionary.
+fn describe<'py>(py: Python<'py>, reader: &CoreReader) -> PyResult<Bound<'py, PyDict>> {
+    let files: Vec<_> = reader
+        .files()
+        .iter()
+        .map(|file| file.path().to_owned())
+        .collect();
+    table::describe(py, reader.table(), &files)
+}
+
+fn closed(py: Python<'_>) -> PyErr {
+    value_error(py, "this FileGather is closed; open a new one")
+}
+
 thread_local! {
     /// Ids of the running call, kept so that a step allocates nothing.
     static IDS: RefCell<Vec<i64>> = const { RefCell::new(Vec::new()) };
@@ -53,9 +67,7 @@ thread_local! {
 
 impl Reader {
     fn enter(&self, py: Python<'_>) -> PyResult<Entered<'_, CoreReader>> {
-        self.reader
-            .enter(py)
-            .ok_or_else(|| value_error(py, "this FileGather is closed; open a new one"))
+        self.reader.enter(py).ok_or_else(|| closed(py))
     }
 
     /// Refuses a number of outputs other than that of planes.
@@ -126,15 +138,7 @@ impl Reader {
 
     /// The table, as a dictionary.
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (table, files) = self.with(py, |reader| {
-            let files: Vec<_> = reader
-                .files()
-                .iter()
-                .map(|file| file.path().to_owned())
-                .collect();
-            Ok((reader.table().clone(), files))
-        })?;
-        table::describe(py, &table, &files)
+        describe(py, &*self.enter(py)?)
     }
 
     /// Gathers rows into one buffer of shape `[*ids.shape, row]`, planes of a row side by side.
@@ -228,6 +232,41 @@ impl Reader {
     /// Closes after running calls have ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.reader.close(py, CoreReader::close)
+    }
+
+    /// Serves the table of the same name at `path` from now on; describes it. Calls under way end
+    /// with the files they began with.
+    fn reopen<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+        let new = Arc::new(self.with(py, |reader| reader.reopen(&path))?);
+        let description = describe(py, &new)?;
+        self.reader
+            .exchange(py, new, CoreReader::close)
+            .ok_or_else(|| closed(py))?;
+        Ok(description)
+    }
+
+    /// Compares `rows` rows (all for None), each read in two ways, and what the files are with what
+    /// they were.
+    fn verify<'py>(
+        &self,
+        py: Python<'py>,
+        rows: Option<u64>,
+        seed: u64,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome = py.detach(|| {
+            verify::verify(reader, rows, seed, &mut |done, total| {
+                interrupts.attached(|py| match &progress {
+                    Some(progress) => progress.call1(py, (done, total)).map(drop),
+                    None => Ok(()),
+                })
+            })
+        });
+        let found = interrupts.raise(py, outcome)?;
+        crate::verification::into_dict(py, &found)
     }
 
     #[getter]

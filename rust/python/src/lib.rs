@@ -13,6 +13,7 @@ mod gather;
 mod hash;
 mod stats;
 mod table;
+mod verification;
 
 use pyo3::prelude::*;
 

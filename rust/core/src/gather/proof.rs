@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::fault;
 use crate::file::OpenFile;
 use crate::plan::{Plan, Want};
+use crate::reread::Again;
 
 /// With this many ids per file all of them are looked at, rather than only those with rows in the
 /// batch.
@@ -72,6 +73,43 @@ pub(super) fn prove(
     }
     if fault::losses() > 0 {
         read_lost(lanes, rests, requests, control, report)?;
+    }
+    if requests.iter().any(|request| request.reader.checks_rows()) {
+        read_again(lanes, control)?;
+    }
+    Ok(())
+}
+
+/// Compares every row with a second read of it.
+#[cold]
+fn read_again(lanes: &[Lane<'_>], control: &Control<'_>) -> Result<()> {
+    for lane in lanes.iter().filter(|lane| lane.reader.checks_rows()) {
+        let table = &lane.reader.table().name;
+        let mut again = Again::new(lane.reader)?;
+        for (&id, position) in lane.ids.iter().zip(0_usize..) {
+            if position % 256 == 0 {
+                (control.interrupt)()?;
+            }
+            if lane.is_pad(id) {
+                continue;
+            }
+            let span = lane.plane.span(id.cast_unsigned());
+            let file = &lane.reader.files()[span.file];
+            let second = again.read(file, span.offset, lane.plane.row_bytes());
+            let differs = match second {
+                Ok(second) if lane.sink.holds(position, second) => continue,
+                Ok(_) => Error::os(
+                    "ENGRAM_VERIFY: a second read of the row gave other bytes",
+                    libc::EIO,
+                    file.path(),
+                )
+                .at_offset(span.offset),
+                Err(error) => error,
+            };
+            return Err(differs
+                .in_table(table)
+                .at_row(id.cast_unsigned(), position as u64));
+        }
     }
     Ok(())
 }

@@ -85,6 +85,7 @@ impl Fixture {
             Located {
                 table: self.table.clone(),
                 files,
+                shadowed: Vec::new(),
             },
             options,
         ) {
