@@ -34,6 +34,7 @@ def report(**values):
 def child(
     script: str,
     *arguments: object,
+    before: str = "",
     code: int = 0,
     env: dict[str, str] | None = None,
     timeout: float = 90,
@@ -42,8 +43,9 @@ def child(
     """Runs a script, its arguments in `sys.argv`; returns what it reported last.
 
     Args:
-        script: Python after `PRELUDE`.
+        script: Python after `PRELUDE` and `before`.
         arguments: Passed as text.
+        before: What several scripts begin with.
         code: The exit code to expect; negative for a signal.
         env: More environment.
         timeout: Seconds after which it has failed.
@@ -51,7 +53,13 @@ def child(
     """
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
     finished = subprocess.run(
-        [sys.executable, *python, "-c", PRELUDE + textwrap.dedent(script), *map(str, arguments)],
+        [
+            sys.executable,
+            *python,
+            "-c",
+            PRELUDE + before + textwrap.dedent(script),
+            *map(str, arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=timeout,

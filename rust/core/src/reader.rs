@@ -268,10 +268,23 @@ impl Reader {
             Io::Mmap => Mapping::Required,
             Io::Pread | Io::Uring | Io::Direct => Mapping::Never,
         };
+        let count = files.len();
         let files = files
             .iter()
             .map(|file| OpenFile::open(file, mapping))
-            .collect::<Result<Vec<_>>>()?;
+            .collect::<Result<Vec<_>>>()
+            .map_err(|error| match error {
+                Error::Io {
+                    doing,
+                    errno: errno @ libc::EMFILE,
+                    place,
+                } => Error::Io {
+                    doing: format!("{doing}; this table alone lies in {count} files"),
+                    errno,
+                    place,
+                },
+                error => error,
+            })?;
         let mode = resolve(options.io, &files)?;
         if options.advice != Advice::Normal {
             for map in files.iter().filter_map(|file| file.map().ok()) {
