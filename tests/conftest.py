@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from checkpoint_support import DEEPSEEK, IO_MODES, safetensors, tensor
 from hypothesis import settings
+
+from checkpoint_support import DEEPSEEK, IO_MODES, safetensors, tensor
 
 # Machines that test are often busy; time limits are pytest's business.
 settings.register_profile("engram", deadline=None)

@@ -7,6 +7,8 @@ import array
 import ml_dtypes
 import numpy as np
 import pytest
+
+import engram
 from checkpoint_support import (
     DEEPSEEK,
     STORED,
@@ -19,8 +21,6 @@ from checkpoint_support import (
     shards,
     tensor,
 )
-
-import engram
 
 NAME = "embed.weight"
 INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i2", ">u4", ">i8", ">u8"]

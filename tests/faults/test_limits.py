@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_support import IO_MODES, checkpoint, safetensors, shards, tensor
 from children import SYSCALLS, child
 
+from checkpoint_support import IO_MODES, checkpoint, safetensors, shards, tensor
 from engram import synth
 
 GATHER = """

@@ -82,10 +82,18 @@ pub enum Mapping {
     Required,
 }
 
+/// How a file was asked to be opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Wanted {
+    mapping: Mapping,
+    random: bool,
+}
+
 /// A checkpoint file opened for reading rows.
 #[derive(Debug)]
 pub struct OpenFile {
     path: PathBuf,
+    wanted: Wanted,
     file: File,
     identity: Identity,
     filesystem: Filesystem,
@@ -111,8 +119,20 @@ pub enum NoMap {
 }
 
 impl OpenFile {
-    /// Opens a file whose header was read before; it must still be the same, unchanged file.
-    pub fn open(checkpoint_file: &CheckpointFile, mapping: Mapping) -> Result<Arc<Self>> {
+    /// Opens a file whose header was read before; it must still be the same, unchanged file. With
+    /// `random`, faults on the mapping read one page and nothing around it.
+    ///
+    /// A file that is open already in the same way is shared: one descriptor and one mapping serve
+    /// every table with rows in it, and what one reader learns of its pages the others know.
+    pub fn open(
+        checkpoint_file: &CheckpointFile,
+        mapping: Mapping,
+        random: bool,
+    ) -> Result<Arc<Self>> {
+        let wanted = Wanted { mapping, random };
+        if let Some(open) = registered(checkpoint_file, wanted) {
+            return Ok(open);
+        }
         let path = checkpoint_file.resolved.as_path();
         let file = OpenOptions::new()
             .read(true)
@@ -148,9 +168,14 @@ impl OpenFile {
                 .map(Arc::new)
                 .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
         };
+        if let (Ok(map), true) = (&map, random) {
+            // A hint: without it a wrong belief costs a larger read.
+            let _ = map.advise_random();
+        }
         let may_query = may_query(&metadata, path);
         let open = Arc::new(Self {
             path: path.to_owned(),
+            wanted,
             file,
             identity,
             filesystem,
@@ -355,8 +380,20 @@ impl OpenFile {
     }
 }
 
-/// Files that are open for reading rows, so that [`drop_cache`] can unmap their pages first.
+/// Files that are open for reading rows: to be shared, and for [`drop_cache`] to unmap their pages.
 static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+
+/// A file that is open in the wanted way and sound.
+fn registered(checkpoint_file: &CheckpointFile, wanted: Wanted) -> Option<Arc<OpenFile>> {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.iter().filter_map(Weak::upgrade).find(|file| {
+        file.identity == checkpoint_file.identity
+            && file.path == checkpoint_file.resolved
+            && file.wanted == wanted
+            && file.is_whole().unwrap_or(false)
+            && file.map().ok().and_then(|map| map.lost()).is_none()
+    })
+}
 
 fn register(file: &Arc<OpenFile>) {
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -452,10 +489,23 @@ mod tests {
     }
 
     #[test]
+    fn a_file_is_shared_with_those_who_open_it_alike() {
+        let (_file, described) = temporary(&[0; 10]);
+        let first = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
+        let again = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
+        assert!(Arc::ptr_eq(&first, &again));
+        let unmapped = OpenFile::open(&described, Mapping::Never, true).unwrap();
+        assert!(!Arc::ptr_eq(&first, &unmapped) && unmapped.map().is_err());
+        let weak = Arc::downgrade(&first);
+        drop((first, again));
+        assert!(weak.upgrade().is_none(), "sharing keeps nothing open");
+    }
+
+    #[test]
     fn a_file_that_changed_is_refused() {
         let (mut file, described) = temporary(&[0; 10]);
         file.write_all(&[0]).unwrap();
-        let error = OpenFile::open(&described, Mapping::IfSafe).unwrap_err();
+        let error = OpenFile::open(&described, Mapping::IfSafe, true).unwrap_err();
         assert!(matches!(error, Error::Checkpoint { .. }));
         assert!(error.to_string().contains("the file changed"));
     }
@@ -483,7 +533,7 @@ mod tests {
     #[test]
     fn direct_reads_work_or_say_why_not() {
         let (_file, described) = temporary(&[7; 5000]);
-        let open = OpenFile::open(&described, Mapping::IfSafe).unwrap();
+        let open = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
         match open.direct() {
             Ok(direct) => {
                 let mut buffer = HostBuffer::new(8192, false).unwrap();

@@ -31,6 +31,7 @@ pub mod file;
 pub mod gather;
 pub mod hash;
 pub mod header;
+pub mod latency;
 pub mod map;
 pub mod plan;
 pub mod primes;

@@ -268,10 +268,11 @@ impl Reader {
             Io::Mmap => Mapping::Required,
             Io::Pread | Io::Uring | Io::Direct => Mapping::Never,
         };
+        let random = options.advice != Advice::Normal;
         let count = files.len();
         let files = files
             .iter()
-            .map(|file| OpenFile::open(file, mapping))
+            .map(|file| OpenFile::open(file, mapping, random))
             .collect::<Result<Vec<_>>>()
             .map_err(|error| match error {
                 Error::Io {
@@ -286,12 +287,6 @@ impl Reader {
                 error => error,
             })?;
         let mode = resolve(options.io, &files)?;
-        if options.advice != Advice::Normal {
-            for map in files.iter().filter_map(|file| file.map().ok()) {
-                // Advice is a hint: without it a wrong belief costs a larger read.
-                drop(map.advise_random());
-            }
-        }
         let cuts = if mode.mapped {
             table
                 .planes

@@ -1,7 +1,7 @@
 //! Counters and latencies as a dictionary.
 
+use engram_core::latency::Summary;
 use engram_core::reader::Reader;
-use engram_core::stats::Summary;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

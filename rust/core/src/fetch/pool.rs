@@ -303,8 +303,12 @@ mod tests {
     fn run(fake: Fake, deadline: Option<Instant>) -> Result<Vec<(u64, Vec<u8>)>> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&vec![0; 100_000]).unwrap();
-        let open =
-            OpenFile::open(&CheckpointFile::of(file.path()).unwrap(), Mapping::Never).unwrap();
+        let open = OpenFile::open(
+            &CheckpointFile::of(file.path()).unwrap(),
+            Mapping::Never,
+            true,
+        )
+        .unwrap();
         let reads: Vec<_> = (0..100_u32)
             .map(|index| Read {
                 file: 0,
