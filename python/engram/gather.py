@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import atexit
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -581,3 +582,6 @@ class TableSet:
 if hasattr(os, "register_at_fork"):
     # Calls that were running at a fork run on in the parent only.
     os.register_at_fork(after_in_child=_engram.after_fork)
+
+# Calls that run on in daemon threads look for signals no more once the interpreter goes away.
+atexit.register(_engram.at_exit)
