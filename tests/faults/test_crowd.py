@@ -130,11 +130,11 @@ def test_opening_and_closing_leaks_nothing(table):
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * 4096
     seen, sizes = [], []
-    for turn in range(1001):
+    for turn in range(501):
         with engram.FileGather(directory, turn % 2, io="auto" if turn % 3 else "pread") as gather:
             if turn % 20 == 0:
                 gather.gather(np.arange(50))
-        if turn in (200, 600, 1000):
+        if turn in (100, 300, 500):
             seen.append(state())
             sizes.append(resident())
     report(seen=seen, sizes=sizes)

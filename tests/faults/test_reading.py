@@ -198,7 +198,7 @@ def test_a_cap_on_mapped_bytes_changes_no_row(large):
         for file in gather.files:
             open(file, "rb").read()
         correct, most = True, 0
-        for seed in range(100):
+        for seed in range(40):
             ids = np.random.default_rng(seed).integers(0, gather.num_rows, 500)
             correct = correct and right(info, ids, gather.gather(ids))
             most = max(most, resident())
