@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -423,3 +424,6 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
 if hasattr(os, "register_at_fork"):
     # Calls that were running at a fork run on in the parent only.
     os.register_at_fork(after_in_child=_engram.after_fork)
+
+# Calls that run on in daemon threads look for signals no more once the interpreter goes away.
+atexit.register(_engram.at_exit)

@@ -180,10 +180,23 @@ impl Reader {
             Io::Pread | Io::Uring | Io::Direct => Mapping::Never,
         };
         let random = options.advice != Advice::Normal;
+        let count = files.len();
         let files = files
             .iter()
             .map(|file| OpenFile::open(file, mapping, random))
-            .collect::<Result<Vec<_>>>()?;
+            .collect::<Result<Vec<_>>>()
+            .map_err(|error| match error {
+                Error::Io {
+                    doing,
+                    errno: errno @ libc::EMFILE,
+                    place,
+                } => Error::Io {
+                    doing: format!("{doing}; this table alone lies in {count} files"),
+                    errno,
+                    place,
+                },
+                error => error,
+            })?;
         let mode = mode::resolve(options.io, &files)?;
         let cuts = if mode.mapped {
             table

@@ -11,6 +11,7 @@ mod errors;
 mod gate;
 mod gather;
 mod hash;
+mod interrupts;
 mod stats;
 mod table;
 mod verification;
@@ -33,6 +34,8 @@ mod _engram {
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
+    #[pymodule_export]
+    use crate::interrupts::at_exit;
     #[pymodule_export]
     use crate::table::tables;
 
