@@ -30,7 +30,7 @@ CORE_ORDER = [
 """The core's modules as a row meets them. A module imports only modules that stand before it."""
 
 BINDING_ORDER = [
-    "errors", "gate", "table", "stats", "verification", "buffer",
+    "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
     "hash", "gather", "bench",
 ]
 """The same for the binding, which may import all of the core."""
