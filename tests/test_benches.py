@@ -125,7 +125,7 @@ def test_mixed(directory):
     for share in (25, 50, 75):
         state = f"{share}% resident"
         assert {"engram", "engram, just opened"} <= methods(document, state=state, rows=4096)
-        before = float(document["machine"][state].split("%")[0])
+        before = float(document["machine"][f"{state}, uniform ids"].split("%")[0])
         assert before == pytest.approx(share, abs=3)
         by_name = {
             entry["method"]: entry["bytes_read_per_call"]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer
-from engram.gather import FileGather, Residency, TableSet, drop_cache
+from engram.gather import FileGather, Residency, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+from engram.table_set import TableSet
 from engram.verification import Problem, Verification
 
 __all__ = [

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use engram_core::discover::TableRef;
 use engram_core::gather::{self, Request, gather};
-use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
+use engram_core::mode::Io;
+use engram_core::reader::{Advice, Located, Options, Reader as CoreReader};
 use engram_core::{verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -176,6 +177,11 @@ impl Reader {
         IDS.replace(flat);
         interrupts.raise(py, outcome)?;
         Ok(())
+    }
+
+    /// What it fell back from at open and since.
+    fn fallbacks(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.with(py, |reader| Ok(reader.fallbacks()))
     }
 
     /// What runs, what it fell back from, counters and latencies.
