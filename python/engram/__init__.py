@@ -14,6 +14,7 @@ from engram.buffer import HostBuffer
 from engram.gather import FileGather, Residency, TableSet, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+from engram.ticket import Ticket
 
 __all__ = [
     "CheckpointError",
@@ -22,6 +23,7 @@ __all__ = [
     "FileGather",
     "Groups",
     "HostBuffer",
+    "NgramEmbedding",
     "PieceInfo",
     "PlaneInfo",
     "Planes",
@@ -30,8 +32,10 @@ __all__ = [
     "Rows",
     "Shard",
     "ShardedLookup",
+    "Stage",
     "TableInfo",
     "TableSet",
+    "Ticket",
     "TokenHistory",
     "__version__",
     "dequantize",
@@ -45,18 +49,22 @@ __all__ = [
 
 if TYPE_CHECKING:
     from engram.config import EngramConfig, model_has_engram_layers
+    from engram.embedding import NgramEmbedding
     from engram.exchange import ReadOncePerNode, ShardedLookup
     from engram.hashing import TokenHistory, gather_tokens, hasher
     from engram.parallel import Groups, Shard, new_groups
     from engram.quant import Dequantizer, dequantize
+    from engram.staging import Stage
 
 _LAZY: dict[str, str] = {
     "Dequantizer": "engram.quant",
     "EngramConfig": "engram.config",
     "Groups": "engram.parallel",
+    "NgramEmbedding": "engram.embedding",
     "ReadOncePerNode": "engram.exchange",
     "Shard": "engram.parallel",
     "ShardedLookup": "engram.exchange",
+    "Stage": "engram.staging",
     "TokenHistory": "engram.hashing",
     "dequantize": "engram.quant",
     "gather_tokens": "engram.hashing",

@@ -15,6 +15,7 @@ from engram._errors import placed
 from engram.buffer import HostBuffer
 from engram.rows import Rows
 from engram.table import PlaneInfo, Planes, TableInfo, tables
+from engram.ticket import Ticket, submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -156,11 +157,40 @@ class FileGather:
         _engram.gather_many([request], timeout)
         return rows
 
+    def submit(
+        self,
+        ids: Any,
+        out: Any = None,
+        *,
+        pad_id: int | None = None,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Starts a gather and returns at once; the rows arrive while the caller works.
+
+        Args:
+            ids: As for `gather`; copied, so that they may change afterwards.
+            out: As for `gather`. It is written to inside `Ticket.wait` and at no other time.
+            pad_id: As for `gather`.
+            deadline: Seconds from now after which the ticket ends with TimeoutError. Tickets are
+                served earliest deadline first, those without one last, in order of arrival. Rows
+                not proven resident are then read rather than faulted in, as with a timeout.
+
+        Returns:
+            The ticket, whose `wait` returns the rows or raises what `gather` would have raised.
+
+        Raises:
+            TypeError: Ids that are no integers or live on a device; `out` of another dtype.
+            ValueError: `out` of the wrong shape, not contiguous or read-only; or closed.
+        """
+        wanted = [(self._info.name, self, ids, out)]
+        return submit(wanted, pad_id=pad_id, deadline=deadline, named=False)
+
     def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[_Request, Any]:
         """What the native half takes for one table, and the rows that it will fill."""
         flat = int64_ids(ids)
         rows = self._allocate(flat.shape, torch_like=is_torch(ids)) if out is None else out
-        return (self._native, flat, self._targets(rows, flat.shape, flat.size), pad_id), rows
+        targets = self._targets(rows, flat.shape, flat.size)
+        return (self._native, flat.reshape(-1), targets, pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
         made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
@@ -234,7 +264,10 @@ class FileGather:
         return self._native.stats()
 
     def close(self) -> None:
-        """Closes the files once running calls have ended; later calls raise ValueError."""
+        """Closes the files once running calls and tickets have ended; later calls raise ValueError.
+
+        Tickets in flight are served first; their rows can be waited for afterwards.
+        """
         self._native.close()
 
     @property
@@ -410,9 +443,7 @@ class TableSet:
         requests: list[_Request] = []
         rows: dict[str, Any] = {}
         given = out or {}
-        for name in (*ids, *given):
-            if name not in self._gathers:
-                raise KeyError(f"no table {name!r} in this set; it has {list(self._gathers)}")
+        self._require_known(*ids, *given)
         for name, wanted in ids.items():
             request, rows[name] = self._gathers[name]._request(  # pyright: ignore[reportPrivateUsage]
                 wanted, given.get(name), pad_id
@@ -420,6 +451,41 @@ class TableSet:
             requests.append(request)
         _engram.gather_many(requests, timeout)
         return rows
+
+    def submit(
+        self,
+        ids: Mapping[str, Any],
+        out: Mapping[str, Any] | None = None,
+        *,
+        pad_id: int | None = None,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Starts one gather over several tables and returns at once.
+
+        Args:
+            ids: Row ids by table name.
+            out: Outputs by table name, for all of the tables or none, as `FileGather.submit`.
+            pad_id: As for `FileGather.gather`.
+            deadline: As for `FileGather.submit`.
+
+        Returns:
+            The ticket, whose `wait` returns rows by table name.
+
+        Raises:
+            KeyError: A name that is not in the set.
+            Exception: As `FileGather.submit` does.
+        """
+        given = out or {}
+        self._require_known(*ids, *given)
+        wanted = [
+            (name, self._gathers[name], table, given.get(name)) for name, table in ids.items()
+        ]
+        return submit(wanted, pad_id=pad_id, deadline=deadline, named=True)
+
+    def _require_known(self, *names: str) -> None:
+        for name in names:
+            if name not in self._gathers:
+                raise KeyError(f"no table {name!r} in this set; it has {list(self._gathers)}")
 
     @property
     def gathers(self) -> dict[str, FileGather]:

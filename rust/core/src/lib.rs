@@ -35,9 +35,11 @@ pub mod plan;
 pub mod primes;
 pub mod reader;
 pub mod residency;
+mod schedule;
 pub mod stats;
 pub mod table;
 pub mod threads;
+pub mod ticket;
 mod trim;
 pub mod warm;
 

@@ -172,6 +172,7 @@ pub struct Reader {
     verify: AtomicU32,
     late_fallbacks: Mutex<Vec<String>>,
     prefetches: Entrance,
+    tickets: Entrance,
     closing: AtomicBool,
 }
 
@@ -258,6 +259,7 @@ impl Reader {
             verify: AtomicU32::new(0),
             late_fallbacks: Mutex::default(),
             prefetches: Entrance::default(),
+            tickets: Entrance::default(),
             closing: AtomicBool::new(false),
         })
     }
@@ -324,6 +326,11 @@ impl Reader {
         &self.prefetches
     }
 
+    /// Tickets that have not ended yet.
+    pub(crate) fn tickets(&self) -> &Entrance {
+        &self.tickets
+    }
+
     /// Fallbacks taken at open and since.
     pub fn fallbacks(&self) -> Vec<String> {
         let late = self
@@ -381,11 +388,16 @@ impl Entrance {
         let place = Place(Arc::clone(&self.0));
         (taken < most).then_some(place)
     }
+
+    /// Places taken.
+    pub(crate) fn taken(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 

@@ -13,6 +13,7 @@ use engram_core::Error;
 use engram_core::discover::TableRef;
 use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
+use engram_core::ticket::drain;
 use engram_core::warm;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
@@ -61,6 +62,11 @@ thread_local! {
 impl Reader {
     fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
         self.reader.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of a row, per plane.
+    pub(crate) fn plane_bytes(&self) -> &[usize] {
+        &self.plane_bytes
     }
 
     /// Bytes of the first plane's rows.
@@ -229,18 +235,20 @@ impl Reader {
         ))
     }
 
-    /// Closes after running calls have ended.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| {
+    /// Closes after running calls and tickets in flight have ended.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let interrupts = Interrupts::new(None)?;
+        let outcome = py.detach(|| {
             let taken = self
                 .reader
                 .write()
                 .unwrap_or_else(PoisonError::into_inner)
                 .take();
-            if let Some(reader) = taken {
-                reader.close();
-            }
+            let Some(reader) = taken else { return Ok(()) };
+            reader.close();
+            drain(&reader, &|| interrupts.attached(|_| Ok(())))
         });
+        interrupts.raise(py, outcome)
     }
 
     #[getter]
@@ -385,13 +393,13 @@ pub(crate) fn gather_tokens(
 }
 
 /// Deadline and signals of one call.
-struct Interrupts {
+pub(crate) struct Interrupts {
     deadline: Option<Instant>,
     raised: Mutex<Option<PyErr>>,
 }
 
 impl Interrupts {
-    fn new(timeout: Option<f64>) -> PyResult<Self> {
+    pub(crate) fn new(timeout: Option<f64>) -> PyResult<Self> {
         let deadline = match timeout {
             None => None,
             Some(seconds) => {
@@ -410,6 +418,11 @@ impl Interrupts {
         })
     }
 
+    /// When the call's time is up.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
     fn run<T>(
         &self,
         body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>,
@@ -422,7 +435,10 @@ impl Interrupts {
     }
 
     /// Looks for signals, then runs `body`; an exception from either is kept and stops the work.
-    fn attached(&self, body: impl FnOnce(Python<'_>) -> PyResult<()>) -> engram_core::Result<()> {
+    pub(crate) fn attached(
+        &self,
+        body: impl FnOnce(Python<'_>) -> PyResult<()>,
+    ) -> engram_core::Result<()> {
         Python::attach(|py| py.check_signals().and_then(|()| body(py))).map_err(|error| {
             *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             Error::Cancelled
@@ -430,7 +446,7 @@ impl Interrupts {
     }
 
     /// The outcome; an exception that a signal handler raised comes before ours.
-    fn raise<T>(self, py: Python<'_>, outcome: engram_core::Result<T>) -> PyResult<T> {
+    pub(crate) fn raise<T>(self, py: Python<'_>, outcome: engram_core::Result<T>) -> PyResult<T> {
         outcome.map_err(|error| {
             let raised = self
                 .raised

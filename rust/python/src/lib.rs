@@ -12,6 +12,7 @@ mod gather;
 mod hash;
 mod stats;
 mod table;
+mod ticket;
 
 use pyo3::prelude::*;
 
@@ -31,6 +32,8 @@ mod _engram {
     use crate::hash::NgramHash;
     #[pymodule_export]
     use crate::table::tables;
+    #[pymodule_export]
+    use crate::ticket::{Ticket, submit};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the Python name")]
