@@ -1,7 +1,7 @@
 """Native half of engram."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ class CheckpointError(ValueError):
     offset: int | None
 
 class HostBuffer:
-    def __new__(cls, nbytes: int, huge_pages: bool = False) -> HostBuffer: ...
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -57,6 +57,20 @@ class Ticket:
     def wait(self, timeout: float | None = None) -> HostBuffer | None: ...
     def done(self) -> bool: ...
     def cancel(self) -> bool: ...
+
+@final
+class StepGather:
+    def __new__(
+        cls,
+        tables: Sequence[tuple[NgramHash, Reader, Sequence[tuple[Any, int, int]], int | None]],
+        max_tokens: int,
+    ) -> StepGather: ...
+    def run(
+        self,
+        tokens: _Integers,
+        query_start_loc: _Integers | None = None,
+        context: _Integers | None = None,
+    ) -> int: ...
 
 def submit(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]] | None, int | None]],

@@ -137,7 +137,9 @@ def _view(
 
         part = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
         return part.view(torch_dtype(plane.stored_dtype)).reshape(rows)
-    return np.frombuffer(memory, np.uint8, nbytes, offset).view(plane.dtype).reshape(rows)
+    return (
+        np.frombuffer(memoryview(memory), np.uint8, nbytes, offset).view(plane.dtype).reshape(rows)
+    )
 
 
 def submit(

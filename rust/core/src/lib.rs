@@ -37,6 +37,7 @@ pub mod reader;
 pub mod residency;
 mod schedule;
 pub mod stats;
+pub mod step;
 pub mod table;
 pub mod threads;
 pub mod ticket;

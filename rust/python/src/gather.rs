@@ -50,7 +50,7 @@ pub(crate) struct Reader {
     plane_bytes: Vec<usize>,
 }
 
-fn closed() -> PyErr {
+pub(crate) fn closed() -> PyErr {
     PyValueError::new_err("this FileGather is closed; open a new one")
 }
 
@@ -60,7 +60,7 @@ thread_local! {
 }
 
 impl Reader {
-    fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
+    pub(crate) fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
         self.reader.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -423,7 +423,7 @@ impl Interrupts {
         self.deadline
     }
 
-    fn run<T>(
+    pub(crate) fn run<T>(
         &self,
         body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>,
     ) -> engram_core::Result<T> {

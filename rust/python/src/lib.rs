@@ -11,6 +11,7 @@ mod errors;
 mod gather;
 mod hash;
 mod stats;
+mod step;
 mod table;
 mod ticket;
 
@@ -30,6 +31,8 @@ mod _engram {
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
+    #[pymodule_export]
+    use crate::step::StepGather;
     #[pymodule_export]
     use crate::table::tables;
     #[pymodule_export]
