@@ -25,6 +25,7 @@ def peak_bytes() -> int:
 
 
 def run(path: str, prompt: str, tokens: int, *, plain: bool) -> dict[str, object]:
+    """Loads the model one way, lets it write, and says what that took."""
     import torch
     import transformers
 
@@ -59,6 +60,7 @@ def child(arguments: argparse.Namespace, how: str) -> dict[str, object]:
 
 
 def main() -> int:
+    """Runs both ways and compares them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", help="checkpoint directory")
     parser.add_argument("prompt", nargs="?", default="Once upon a time")

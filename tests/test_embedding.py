@@ -7,10 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stage_support import SIZES, Opened, step  # noqa: E402
-
 import engram  # noqa: E402
 from engram import synth  # noqa: E402
+from stage_support import SIZES, Opened, step  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=SIZES)

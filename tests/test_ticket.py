@@ -106,7 +106,7 @@ def test_tables_of_several_planes_and_sets(tmp_path):
         assert bytes(buffer)[: gather.planes[0].row_bytes] == (expected[names[0]].weight.tobytes())
         with pytest.raises(ValueError, match="give all of a ticket or none"):
             tables.submit(ids, {names[0]: buffer})
-        with pytest.raises(KeyError, match="no table 'x'"):
+        with pytest.raises(ValueError, match="no table 'x'"):
             tables.submit({"x": [1]})
         assert tables.submit({}).wait(10) == {}
 

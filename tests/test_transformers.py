@@ -168,12 +168,12 @@ def test_generations_are_identical(models, options):
     for model in models:
         torch.manual_seed(3)
         given = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **options}
-        inputs = left_padded(PROMPTS, pad=7) if "prefill_chunk_size" not in options else {
-            "input_ids": torch.tensor(PROMPTS[:1])
-        }
-        out = model.generate(
-            **inputs, **given, return_dict_in_generate=True, output_logits=True
+        inputs = (
+            left_padded(PROMPTS, pad=7)
+            if "prefill_chunk_size" not in options
+            else {"input_ids": torch.tensor(PROMPTS[:1])}
         )
+        out = model.generate(**inputs, **given, return_dict_in_generate=True, output_logits=True)
         found.append((out.sequences, torch.stack(out.logits)))
     (served, served_logits), (reference, reference_logits) = found
     assert torch.equal(served, reference)
@@ -293,7 +293,8 @@ def memory(folder):
     return anonymous, mapped
 
 path, how, small = sys.argv[1:]
-load = from_pretrained if how == "served" else transformers.AutoModelForImageTextToText.from_pretrained
+plain = transformers.AutoModelForImageTextToText.from_pretrained
+load = from_pretrained if how == "served" else plain
 ids = torch.randint(0, 250, (2, 50), generator=torch.Generator().manual_seed(1))
 # Whatever the libraries import and pool on first use is there before anything is measured.
 load(small).generate(ids, max_new_tokens=2, do_sample=False)
@@ -304,7 +305,8 @@ model = load(path)
 out = model.generate(ids, max_new_tokens=5, do_sample=False)
 anonymous, mapped = memory(path)
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
-print(json.dumps({"grown": anonymous - before, "mapped": mapped, "peak": peak, "out": out.tolist()}))
+found = {"grown": anonymous - before, "mapped": mapped, "peak": peak, "out": out.tolist()}
+print(json.dumps(found))
 """
 
 

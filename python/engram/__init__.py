@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer
-from engram.gather import FileGather, Residency, TableSet, drop_cache
+from engram.gather import FileGather, Residency, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+from engram.table_set import TableSet
 from engram.ticket import Ticket
+from engram.verification import Problem, Verification
 
 __all__ = [
     "CheckpointError",
@@ -27,6 +29,7 @@ __all__ = [
     "PieceInfo",
     "PlaneInfo",
     "Planes",
+    "Problem",
     "ReadOncePerNode",
     "Residency",
     "Rows",
@@ -37,6 +40,7 @@ __all__ = [
     "TableSet",
     "Ticket",
     "TokenHistory",
+    "Verification",
     "__version__",
     "dequantize",
     "drop_cache",

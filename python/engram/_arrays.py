@@ -13,7 +13,7 @@ from engram._errors import placed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from engram.table import PlaneInfo
+    from engram.table import PlaneInfo, TableInfo
 
 INT64 = np.dtype(np.int64)
 UINT8 = np.dtype(np.uint8)
@@ -30,16 +30,17 @@ def is_numpy(value: object) -> bool:
     return isinstance(value, np.ndarray)
 
 
-def int64_ids(ids: Any) -> NDArray[np.int64]:
-    """Ids as a C-contiguous int64 array of the same shape.
+def int64_ids(ids: Any, table: TableInfo) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """Ids as a one-dimensional C-contiguous int64 array, and their shape.
 
     Args:
         ids: numpy array, CPU torch tensor, nested sequence of ints or any buffer, of any integer
             dtype and stride. An empty sequence counts as integers.
+        table: The table they are for, to be named in errors.
 
     Raises:
         TypeError: The ids are not integers (booleans are not), or live on a device.
-        IndexError: A uint64 id is beyond int64, and so beyond any table.
+        IndexError: An id is beyond int64, and so beyond any table.
     """
     if is_torch(ids):
         if ids.device.type != "cpu":
@@ -47,29 +48,52 @@ def int64_ids(ids: Any) -> NDArray[np.int64]:
                 TypeError(
                     f"ids are on {ids.device}; FileGather takes ids on the host. engram.Stage "
                     "copies tokens from the device once per step and computes ids on the host"
-                )
+                ),
+                table=table.name,
             )
         ids = ids.detach().numpy()
-    array = np.asarray(ids)
-    if array.dtype == INT64:
-        return np.ascontiguousarray(array).reshape(array.shape)
-    if array.size == 0 and not isinstance(ids, np.ndarray) and array.dtype == np.float64:
-        return np.empty(array.shape, INT64)  # An empty list has no dtype of its own.
-    if array.dtype.kind not in "iu":
-        raise placed(
-            TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)")
-        )
-    if array.dtype == np.uint64 and array.size > 0:
-        beyond = np.flatnonzero(array.reshape(-1) > np.iinfo(np.int64).max)
-        if beyond.size > 0:
-            position = int(beyond[0])
+    array: NDArray[Any] = np.asarray(ids)
+    if array.dtype != INT64:
+        written_out = not is_numpy(ids)
+        if written_out and array.size == 0 and array.dtype == np.float64:
+            return np.empty(0, np.int64), array.shape  # An empty list has no dtype of its own.
+        if array.dtype.kind not in "iu":
+            if written_out:
+                _refuse_huge(np.asarray(ids, object), table)
             raise placed(
-                IndexError(
-                    f"row id {int(array.reshape(-1)[position])} at position {position} is outside "
-                    "every table: ids are at most 2**63 - 1"
-                )
+                TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)"),
+                table=table.name,
             )
-    return np.ascontiguousarray(array, INT64).reshape(array.shape)
+        if array.dtype.kind == "u" and array.dtype.itemsize == INT64.itemsize:
+            _refuse_huge(array, table)
+    return np.ascontiguousarray(array, np.int64).reshape(-1), array.shape
+
+
+def _refuse_huge(array: NDArray[Any], table: TableInfo) -> None:
+    """Raises IndexError for the first integer that int64 cannot hold, if all are integers.
+
+    numpy makes floats or objects of integers that have no common dtype.
+    """
+    flat = array.reshape(-1)
+    if array.dtype.kind == "O":
+        kinds = (int, np.integer)
+        if not all(isinstance(value, kinds) and not isinstance(value, bool) for value in flat):
+            return
+    limits = np.iinfo(np.int64)
+    beyond = np.flatnonzero((flat > limits.max) | (flat < limits.min))
+    if beyond.size == 0:
+        return
+    position = int(beyond[0])
+    row = int(flat[position])
+    raise placed(
+        IndexError(
+            f'row id {row} at position {position} is outside table "{table.name}" with '
+            f"{table.rows} rows (valid ids: 0 to {max(table.rows - 1, 0)})"
+        ),
+        table=table.name,
+        row=row,
+        position=position,
+    )
 
 
 def byte_view(out: Any, plane: PlaneInfo, shape: tuple[int, ...], what: str = "out") -> Any:

@@ -31,6 +31,9 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "fp8_e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "fp8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "fp8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "c64": np.dtype(np.complex64),
 }
 """numpy dtype of each stored dtype; anything else (packed FP4 and FP6) is served as bytes."""
 
@@ -51,6 +54,9 @@ _TORCH_NAMES: dict[str, str] = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
     "fp8_e8m0": "float8_e8m0fnu",
+    "fp8_e4m3fnuz": "float8_e4m3fnuz",
+    "fp8_e5m2fnuz": "float8_e5m2fnuz",
+    "c64": "complex64",
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 _Integers = NDArray[np.int64] | NDArray[np.int32]
 
@@ -17,6 +18,7 @@ class CheckpointError(ValueError):
     position: int | None
     offset: int | None
 
+@disjoint_base
 class HostBuffer:
     def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self: ...
     @property
@@ -48,6 +50,10 @@ class Reader:
     def prewarm(self, max_bytes: int | None, progress: Callable[[int, int], Any] | None) -> int: ...
     def residency(self) -> tuple[int, int | None, int, int]: ...
     def stats(self) -> dict[str, Any]: ...
+    def verify(
+        self, rows: int | None, seed: int, progress: Callable[[int, int], Any] | None
+    ) -> dict[str, Any]: ...
+    def reopen(self, path: str) -> dict[str, Any]: ...
     def close(self) -> None: ...
     @property
     def is_closed(self) -> bool: ...
@@ -72,6 +78,7 @@ class StepGather:
         context: _Integers | None = None,
     ) -> int: ...
 
+def after_fork() -> None: ...
 def submit(
     requests: Sequence[tuple[Reader, Any, Sequence[tuple[Any, int, int]] | None, int | None]],
     deadline: float | None = None,

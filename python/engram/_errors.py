@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-_Error = TypeVar("_Error", bound=Exception)
+_Error = TypeVar("_Error", bound=BaseException)
+
+_PLACE = ("path", "table", "row", "position", "offset")
 
 
 def placed(
@@ -17,7 +19,15 @@ def placed(
     offset: int | None = None,
 ) -> _Error:
     """Sets `path`, `table`, `row`, `position` and `offset` on `error`, None where unknown."""
-    place = {"path": path, "table": table, "row": row, "position": position, "offset": offset}
-    for name, value in place.items():
+    for name, value in zip(_PLACE, (path, table, row, position, offset), strict=True):
         setattr(error, name, value)
+    return error
+
+
+def complete(error: _Error, *, path: str | None = None, table: str | None = None) -> _Error:
+    """Adds to `error` what it does not say: attributes that are missing, the path and the table."""
+    known = {"path": path, "table": table}
+    for name in _PLACE:
+        if getattr(error, name, None) is None:
+            setattr(error, name, known.get(name))
     return error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from engram import _engram
+from engram._arguments import whole_number
+from engram._errors import placed
 
 
 class HostBuffer(_engram.HostBuffer):
@@ -26,6 +28,15 @@ class HostBuffer(_engram.HostBuffer):
 
     _unregister: weakref.finalize[Any, Any] | None = None
 
+    def __new__(cls, nbytes: int, huge_pages: bool = False) -> Self:  # noqa: FBT001, FBT002
+        """Allocates.
+
+        Raises:
+            ValueError: `nbytes` is negative or no integer.
+            OSError: The kernel refused, with its errno.
+        """
+        return super().__new__(cls, whole_number("nbytes", nbytes, least=0), huge_pages)
+
     def pin(self) -> HostBuffer:
         """Registers the memory with CUDA, so that copies from it to a device can overlap work.
 
@@ -40,7 +51,7 @@ class HostBuffer(_engram.HostBuffer):
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError("cannot pin host memory: torch finds no CUDA device here")
+            raise placed(RuntimeError("cannot pin host memory: torch finds no CUDA device here"))
         runtime = cast("Any", torch.cuda.cudart())
         status = int(runtime.cudaHostRegister(self.address, self.nbytes, 0))
         if status != 0:
@@ -48,7 +59,7 @@ class HostBuffer(_engram.HostBuffer):
             # the next unrelated kernel launch.
             reason = runtime.cudaGetErrorString(runtime.cudaError(status))
             _clear_last_error(runtime)
-            raise RuntimeError(f"CUDA refused to pin {self.nbytes} bytes: {reason}")
+            raise placed(RuntimeError(f"CUDA refused to pin {self.nbytes} bytes: {reason}"))
         self._unregister = weakref.finalize(self, runtime.cudaHostUnregister, self.address)
         return self
 
@@ -56,6 +67,16 @@ class HostBuffer(_engram.HostBuffer):
     def is_pinned(self) -> bool:
         """Whether the memory is registered with CUDA."""
         return self._unregister is not None
+
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise placed(
+            TypeError("a HostBuffer is memory at one address: copy the bytes of a view instead")
+        )
 
     def __repr__(self) -> str:
         pinned = ", pinned" if self.is_pinned else ""

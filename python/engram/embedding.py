@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from engram.quant import Dequantizer, EncodedTable
 from engram.rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from engram.hashing.base import NgramHash
     from engram.staging import Stage
 
 __all__ = ["NgramEmbedding", "RowStorage"]
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,6 +35,11 @@ _CONSTANTS = {
 """Hash constants as checkpoints store them beside a table, and the hash's names for them."""
 
 _TABLE = "ngram_embedding"
+
+
+def _eager(function: _Function) -> _Function:
+    """Keeps host work out of compiled graphs."""
+    return cast("_Function", torch.compiler.disable(function))  # pyright: ignore[reportUnknownMemberType]
 
 
 class RowStorage(EncodedTable, Protocol):
@@ -150,7 +157,7 @@ class NgramEmbedding(nn.Module):
         self._columns = self.hasher.row_dim
         self._bound = "zeros"
 
-    @torch.compiler.disable
+    @_eager
     def forward(self, input_ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
         """Embeddings of tokens.
 
@@ -191,7 +198,7 @@ class NgramEmbedding(nn.Module):
         return self._values(_on(rows, input_ids.device)).flatten(-2)
 
     def _context(self, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        """The tokens before these, `[B, context_len]`; leaves those before the next in the cache."""
+        """The tokens before these, `[B, context_len]`; the cache then has those before the next."""
         length = self.context_len
         held = None if cache is None else cache.get_conv_state(self.layer_idx, state_idx=2)
         if held is None:

@@ -1,24 +1,28 @@
-"""Rows for ids: one table with `FileGather`, several in one round of reads with `TableSet`."""
+"""Rows for ids, of one table."""
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from engram import _engram
+from engram._arguments import optional_number, path_text, whole_number
 from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
-from engram._errors import placed
+from engram._errors import complete, placed
+from engram._notices import notify
 from engram.buffer import HostBuffer
 from engram.rows import Rows
-from engram.table import PlaneInfo, Planes, TableInfo, tables
+from engram.table import PlaneInfo, Planes, TableInfo
 from engram.ticket import Ticket, submit
+from engram.verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -102,13 +106,26 @@ class FileGather:
                     f"cache_bytes={cache_bytes!r}: this version has no cache of rows; leave it at 0"
                 )
             )
-        _require_positive("threads", threads)
-        _require_positive("max_mapped_bytes", max_mapped_bytes)
-        _require_table(table)
-        self._path = os.fspath(path)
-        self._native = _engram.Reader(self._path, table, io, threads, advice, max_mapped_bytes)
-        self._info = TableInfo.from_native(self._native.table())
+        self._path = path_text(path)
+        arguments = (
+            _table_argument(table),
+            io,
+            optional_number("threads", threads),
+            advice,
+            optional_number("max_mapped_bytes", max_mapped_bytes),
+        )
+        try:
+            self._native = _engram.Reader(self._path, *arguments)
+        except Exception as error:
+            complete(error, path=self._path)
+            raise
+        self._describe(self._native.table())
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        self._info = TableInfo.from_native(description)
         self._single = self.planes[0] if len(self.planes) == 1 else None
+        for fallback in self.stats()["io"]["fallbacks"]:
+            notify(fallback)
 
     def gather(
         self,
@@ -143,18 +160,25 @@ class FileGather:
             TimeoutError: The timeout passed.
             OSError: A read failed, with errno, path, offset and row.
         """
-        if (
-            type(out) is np.ndarray
-            and type(ids) is np.ndarray
-            and out.dtype is UINT8
-            and ids.dtype is INT64
-            and ids.flags.c_contiguous
-        ):
-            # A decode step with its buffers ready: nothing to convert, the native half checks.
-            self._native.gather(ids, out, pad_id, timeout)
-            return out
-        request, rows = self._request(ids, out, pad_id)
-        _engram.gather_many([request], timeout)
+        try:
+            if (
+                type(out) is np.ndarray
+                and type(ids) is np.ndarray
+                and out.dtype is UINT8
+                and ids.dtype is INT64
+                and ids.flags.c_contiguous
+                and ids.ndim
+            ):
+                # A decode step with its buffers ready: nothing to convert, the native half checks.
+                self._native.gather(ids, out, pad_id, timeout)
+                return out
+            request, rows = self._request(ids, out, pad_id)
+            _engram.gather_many([request], timeout)
+        except OverflowError:
+            raise out_of_range(self._info.name, pad_id, timeout) from None
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
         return rows
 
     def submit(
@@ -187,10 +211,9 @@ class FileGather:
 
     def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[_Request, Any]:
         """What the native half takes for one table, and the rows that it will fill."""
-        flat = int64_ids(ids)
-        rows = self._allocate(flat.shape, torch_like=is_torch(ids)) if out is None else out
-        targets = self._targets(rows, flat.shape, flat.size)
-        return (self._native, flat.reshape(-1), targets, pad_id), rows
+        flat, shape = int64_ids(ids, self._info)
+        rows = self._allocate(shape, torch_like=is_torch(ids)) if out is None else out
+        return (self._native, flat, self._targets(rows, shape, flat.size), pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
         made = {plane.name: empty(plane, shape, torch_like=torch_like) for plane in self.planes}
@@ -205,14 +228,16 @@ class FileGather:
                     ValueError(f"out is a HostBuffer of {out.nbytes} bytes; {needed} are needed")
                 )
             return [(out, plane.offset(count), plane.row_bytes) for plane in planes]
-        if self._single is not None:
-            plane = self._single
-            return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
         if isinstance(out, Rows):
+            if absent := [plane.name for plane in planes if plane.name not in out.keys()]:  # noqa: SIM118
+                raise placed(ValueError(f"out has no plane {absent[0]!r}; this table has one"))
             return [
                 (byte_view(out[plane.name], plane, shape, f"out.{plane.name}"), 0, plane.row_bytes)
                 for plane in planes
             ]
+        if self._single is not None:
+            plane = self._single
+            return [(byte_view(out, plane, shape), 0, plane.row_bytes)]
         view = byte_view(out, _all_planes(planes), shape)
         stride = self.row_bytes
         return [(view, sum(plane.before), stride) for plane in planes]
@@ -231,7 +256,11 @@ class FileGather:
             IndexError: An id outside `[0, num_rows)`.
             TypeError: Ids that are no integers or live on a device.
         """
-        self._native.prefetch(int64_ids(ids))
+        try:
+            self._native.prefetch(int64_ids(ids, self._info)[0])
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
 
     def prewarm(self, max_bytes: int | None = None, progress: Any = None) -> int:
         """Reads the table into the page cache, sequentially, and maps it.
@@ -243,8 +272,7 @@ class FileGather:
         Returns:
             Bytes of the table made resident.
         """
-        _require_positive("max_bytes", max_bytes)
-        return self._native.prewarm(max_bytes, progress)
+        return self._native.prewarm(optional_number("max_bytes", max_bytes), progress)
 
     def residency(self) -> Residency:
         """Asks the kernel how much of the table is in memory.
@@ -262,6 +290,44 @@ class FileGather:
             `plan`, `copy` and `fetch` and of whole calls.
         """
         return self._native.stats()
+
+    def verify(
+        self, rows: int | None = 1024, *, seed: int = 0, progress: Any = None
+    ) -> Verification:
+        """Looks at what the files are now, and reads rows in two independent ways.
+
+        Rows that an earlier call read are also compared with what it read. With `ENGRAM_VERIFY=1`
+        in the environment every gathered row is read twice, and a difference is an OSError.
+
+        Args:
+            rows: How many rows, spread evenly over the table; None for all, 0 for the files alone.
+            seed: Which rows of each equal part of the table.
+            progress: Called with `(rows_done, rows_total)` now and then, on this thread.
+
+        Returns:
+            A report; `.ok` says whether anything is wrong, `.problems` what.
+        """
+        count = None if rows is None else whole_number("rows", rows, least=0)
+        seed = whole_number("seed", seed, least=0)
+        return Verification.from_native(self._native.verify(count, seed, progress))
+
+    def reopen(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Serves the same table from new files, without a gap.
+
+        Calls under way end with the files they began with, calls that begin later use the new ones,
+        and none sees both. Counters begin anew. If this fails, the old files go on being served.
+
+        Args:
+            path: A checkpoint with a table of the same name, planes and encoding, whatever its
+                number of rows; None for the path given before, where files may have been replaced.
+
+        Raises:
+            ValueError: The table there has rows of another layout; or closed.
+            Exception: As on opening.
+        """
+        path = self._path if path is None else path_text(path)
+        self._describe(self._native.reopen(path))
+        self._path = path
 
     def close(self) -> None:
         """Closes the files once running calls and tickets have ended; later calls raise ValueError.
@@ -330,6 +396,17 @@ class FileGather:
         """Whether `close` was called."""
         return self._native.is_closed
 
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled or copied.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise placed(
+            TypeError("a FileGather holds open files: open the path again where it is needed"),
+            table=self._info.name,
+        )
+
     def __enter__(self) -> FileGather:
         """Returns the gather itself."""
         return self
@@ -359,20 +436,29 @@ def _all_planes(planes: Planes) -> PlaneInfo:
     return PlaneInfo("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
 
 
-def _require_table(table: object) -> None:
-    if isinstance(table, bool) or not isinstance(table, str | int | None):
+def _table_argument(table: Any) -> str | int | None:
+    if table is None or isinstance(table, str):
+        return table
+    try:
+        place = None if isinstance(table, bool) else operator.index(table)
+    except TypeError:
+        place = None
+    if place is None:
         raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
-    if isinstance(table, int) and table < 0:
-        raise placed(ValueError(f"table={table}: places in layer order count from 0"))
+    if place < 0:
+        raise placed(ValueError(f"table={place}: places in layer order count from 0"))
+    # No checkpoint has so many tables: the native half lists the choices.
+    return min(place, sys.maxsize)
 
 
-def _require_positive(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise placed(ValueError(f"{name}={value!r} must be an integer or None"))
-    if value < 1:
-        raise placed(ValueError(f"{name}={value} must be at least 1, or None"))
+def out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
+    """The refusal of a number that the native half has no room for."""
+    return placed(
+        ValueError(
+            f"pad_id={pad_id!r} or timeout={timeout!r} is out of range: a pad_id has 64 bits"
+        ),
+        table=table,
+    )
 
 
 def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
@@ -387,128 +473,12 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     Raises:
         OSError: A file cannot be opened or synced.
     """
-    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
-    return _engram.drop_cache([os.fspath(path) for path in paths])
+    given: Any = files
+    one = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
+    paths: list[Any] = [given] if one else list(cast("Iterable[Any]", given))
+    return _engram.drop_cache([path_text(path) for path in paths])
 
 
-class TableSet:
-    """Several tables, gathered with one plan, one pool of threads and one round of reads.
-
-    Args:
-        source: A checkpoint path, of which every n-gram and per-layer table is opened; or
-            `FileGather` objects, as a sequence or as a mapping with names of your choice.
-        io: As for `FileGather`; only with a path.
-    """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | Sequence[FileGather] | Mapping[str, FileGather],
-        *,
-        io: Io = "auto",
-    ) -> None:
-        if isinstance(source, str | os.PathLike):
-            self._gathers = {
-                info.name: FileGather(source, info.name, io=io) for info in tables(source)
-            }
-            if not self._gathers:
-                raise placed(ValueError(f"{os.fspath(source)} holds no n-gram or per-layer table"))
-        elif isinstance(source, Mapping):
-            self._gathers = dict(source)
-        else:
-            self._gathers = {gather.info.name: gather for gather in source}
-
-    def gather(
-        self,
-        ids: Mapping[str, Any],
-        out: Mapping[str, Any] | None = None,
-        *,
-        pad_id: int | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """Reads rows of several tables at once.
-
-        Args:
-            ids: Row ids per table name, as for `FileGather.gather`.
-            out: Where rows go, for some or all of the tables.
-            pad_id: As for `FileGather.gather`.
-            timeout: Seconds after which to give up.
-
-        Returns:
-            Rows per table name, in the order of `ids`.
-
-        Raises:
-            KeyError: A name that is no table of this set; the names are listed.
-            Exception: As `FileGather.gather` does.
-        """
-        requests: list[_Request] = []
-        rows: dict[str, Any] = {}
-        given = out or {}
-        self._require_known(*ids, *given)
-        for name, wanted in ids.items():
-            request, rows[name] = self._gathers[name]._request(  # pyright: ignore[reportPrivateUsage]
-                wanted, given.get(name), pad_id
-            )
-            requests.append(request)
-        _engram.gather_many(requests, timeout)
-        return rows
-
-    def submit(
-        self,
-        ids: Mapping[str, Any],
-        out: Mapping[str, Any] | None = None,
-        *,
-        pad_id: int | None = None,
-        deadline: float | None = None,
-    ) -> Ticket:
-        """Starts one gather over several tables and returns at once.
-
-        Args:
-            ids: Row ids by table name.
-            out: Outputs by table name, for all of the tables or none, as `FileGather.submit`.
-            pad_id: As for `FileGather.gather`.
-            deadline: As for `FileGather.submit`.
-
-        Returns:
-            The ticket, whose `wait` returns rows by table name.
-
-        Raises:
-            KeyError: A name that is not in the set.
-            Exception: As `FileGather.submit` does.
-        """
-        given = out or {}
-        self._require_known(*ids, *given)
-        wanted = [
-            (name, self._gathers[name], table, given.get(name)) for name, table in ids.items()
-        ]
-        return submit(wanted, pad_id=pad_id, deadline=deadline, named=True)
-
-    def _require_known(self, *names: str) -> None:
-        for name in names:
-            if name not in self._gathers:
-                raise KeyError(f"no table {name!r} in this set; it has {list(self._gathers)}")
-
-    @property
-    def gathers(self) -> dict[str, FileGather]:
-        """The tables of the set, by name, in layer order."""
-        return dict(self._gathers)
-
-    def close(self) -> None:
-        """Closes every table of the set."""
-        for gather in self._gathers.values():
-            gather.close()
-
-    def __enter__(self) -> TableSet:
-        """Returns the set itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes."""
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<engram.TableSet of {len(self._gathers)} tables: {list(self._gathers)}>"
+if hasattr(os, "register_at_fork"):
+    # Calls that were running at a fork run on in the parent only.
+    os.register_at_fork(after_in_child=_engram.after_fork)

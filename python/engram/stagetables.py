@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from engram._errors import placed
-from engram.gather import FileGather, TableSet
+from engram.gather import FileGather
 from engram.hashing.base import NgramHash
+from engram.table_set import TableSet
 
 __all__ = ["StageTable", "stage_tables"]
 

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from engram.copier import Copier, Fence
-    from engram.gather import FileGather, TableSet
+    from engram.gather import FileGather
     from engram.hashing.base import NgramHash
+    from engram.table_set import TableSet
 
 __all__ = ["Stage"]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from engram import _engram
+from engram._arguments import path_text
 from engram._dtypes import numpy_dtype
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     import numpy as np
@@ -188,4 +189,4 @@ def tables(path: str | os.PathLike[str], *, plain: bool = False) -> list[TableIn
         CheckpointError: The files contradict themselves, the index or `config.json`.
         OSError: The kernel refused to open or read a file.
     """
-    return [TableInfo.from_native(item) for item in _engram.tables(os.fspath(path), plain)]
+    return [TableInfo.from_native(item) for item in _engram.tables(path_text(path), plain)]

@@ -12,7 +12,7 @@ import numpy as np
 from engram import _engram
 from engram._arrays import empty, int64_ids, is_torch
 from engram._dtypes import torch_dtype
-from engram._errors import placed
+from engram._errors import complete, placed
 from engram.rows import Rows
 from engram.table import PLANE_ALIGNMENT
 
@@ -57,7 +57,11 @@ class Ticket:
             concurrent.futures.CancelledError: The ticket was cancelled.
             Exception: What `gather` would have raised, to every waiter.
         """
-        memory = self._native.wait(timeout)
+        try:
+            memory = self._native.wait(timeout)
+        except Exception as error:
+            complete(error, table=self._shape.only)
+            raise
         if memory is None:
             return self._shape.given
         if self._shared is None:
@@ -101,6 +105,11 @@ class _Shape:
         self.tables = tables
         self.named = named
         self.given: Any = None
+
+    @property
+    def only(self) -> str | None:
+        """The name of the table, where there is but one."""
+        return self.tables[0][0] if len(self.tables) == 1 else None
 
     def rows(self, memory: _engram.HostBuffer) -> Any:
         """Views of the planes in `memory`, which lie one after another, aligned."""
@@ -161,19 +170,33 @@ def submit(
     tables: list[tuple[str, FileGather, tuple[int, ...], bool]] = []
     given: dict[str, Any] = {}
     for name, gather, ids, out in wanted:
-        flat = int64_ids(ids)
+        flat, shape = int64_ids(ids, gather.info)
         targets = None
         if out is not None:
             given[name] = out
-            targets = gather._targets(out, flat.shape, flat.size)
-        requests.append((gather._native, flat.reshape(-1), targets, pad_id))
-        tables.append((name, gather, flat.shape, is_torch(ids)))
+            try:
+                targets = gather._targets(out, shape, flat.size)
+            except Exception as error:
+                complete(error, table=name)
+                raise
+        requests.append((gather._native, flat, targets, pad_id))
+        tables.append((name, gather, shape, is_torch(ids)))
     if given and len(given) < len(tables):
         missing = [name for name, *_ in tables if name not in given]
         raise placed(
             ValueError(f"out for {list(given)} but not for {missing}: give all of a ticket or none")
         )
-    shape = _Shape(tables, named=named)
+    result = _Shape(tables, named=named)
     if given:
-        shape.given = given if named else next(iter(given.values()))
-    return Ticket(_engram.submit(requests, deadline), shape)
+        result.given = given if named else next(iter(given.values()))
+    table = result.only
+    try:
+        native = _engram.submit(requests, deadline)
+    except OverflowError:
+        raise placed(
+            ValueError(f"pad_id={pad_id!r} is out of range: a pad_id has 64 bits"), table=table
+        ) from None
+    except Exception as error:
+        complete(error, table=table)
+        raise
+    return Ticket(native, result)

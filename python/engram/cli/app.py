@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench
 from .demo import demo
 from .inspect import inspect
 from .synth import synth
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(inspect)
 app.command()(synth)
 app.command()(demo)
+app.command()(bench)
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 - called by typer with the flag's value

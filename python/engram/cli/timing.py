@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _SLOT_BYTES = 32 << 20
 _SLOTS = 64
+_UNWRITTEN = 0xA5
+_Turn = TypeVar("_Turn")
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,21 @@ class Method:
         name: Shown above its column.
         prepare: Turns int64 ids of any shape into what `run` takes; not timed.
         run: Gathers into a uint8 array of shape `[*ids.shape, row_bytes]`; timed.
+        before: Called with the ids right before `run`, such as to drop the page cache; not timed.
+        batches: Ids of its own, where it is to do other work than the rest.
+        most: Runs at most this often; for methods that take long.
+        own_clock: `run` returns the seconds that count.
+        delivers: Whether rows arrive; those of a bare read loop do not, and cannot be checked.
     """
 
     name: str
     prepare: Callable[[NDArray[np.int64], NDArray[np.uint8]], Any]
     run: Callable[[Any], object]
+    before: Callable[[NDArray[np.int64]], object] | None = None
+    batches: Iterator[NDArray[np.int64]] | None = None
+    most: int | None = None
+    own_clock: bool = False
+    delivers: bool = True
 
 
 @dataclass
@@ -39,11 +51,16 @@ class Result:
 
     Attributes:
         seconds: Duration of each call.
+        cpu_seconds: Processor time of all threads of this process during the calls, together; None
+            where a method that keeps its own time does more than what it times.
+        bytes_read: Bytes read from devices during the calls, together; None where not counted.
         rows: Rows gathered and checked.
         wrong: How many of them differed from what they should be.
     """
 
     seconds: list[float] = field(default_factory=lambda: [])
+    cpu_seconds: float | None = None
+    bytes_read: int | None = None
     rows: int = 0
     wrong: int = 0
 
@@ -51,6 +68,26 @@ class Result:
     def median(self) -> float:
         """Median seconds per call."""
         return statistics.median(self.seconds)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that `share` of the calls, from 0 to 1, took at most."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass
+class _Lane:
+    """A method, its result so far, and where its rows go."""
+
+    method: Method
+    result: Result
+    slots: list[NDArray[np.uint8]]
+
+
+def rotated(entries: Sequence[_Turn], turn: int) -> list[_Turn]:
+    """The entries beginning at another one each turn, so that none always follows the same one."""
+    shift = turn % len(entries)
+    return [*entries[shift:], *entries[:shift]]
 
 
 def interleaved(
@@ -60,6 +97,8 @@ def interleaved(
     *,
     seconds: float,
     rounds: int,
+    least: int = 1,
+    bytes_read: Callable[[], int] | None = None,
 ) -> dict[str, Result]:
     """Runs the methods in turn, in rotating order, each call on ids that none has just read.
 
@@ -71,27 +110,34 @@ def interleaved(
         expected: The right rows for some ids.
         seconds: Stop after about this long.
         rounds: Stop after this many rounds.
+        least: But not before this many.
+        bytes_read: Counter of the bytes this process has read from devices. Asking costs some
+            microseconds and cold caches, so it is for calls that take longer.
     """
-    results = {method.name: Result() for method in methods}
-    first = next(batches)
-    shape = expected(first).shape
-    slot_count = max(1, min(_SLOTS, _SLOT_BYTES // max(1, int(np.prod(shape)))))
-    slots = {
-        method.name: [np.zeros(shape, np.uint8) for _ in range(slot_count)] for method in methods
-    }
+    lanes: list[_Lane] = []
+    supplies = [method.batches or batches for method in methods]
+    firsts = [next(supply) for supply in supplies]
+    for method, first in zip(methods, firsts, strict=True):
+        # Written once, so that no call pays for the first touch of its own output.
+        shape = expected(first).shape
+        count = max(1, min(_SLOTS, rounds, _SLOT_BYTES // max(1, int(np.prod(shape)))))
+        slots = [np.full(shape, _UNWRITTEN, np.uint8) for _ in range(count)]
+        lanes.append(_Lane(method, Result(bytes_read=None if bytes_read is None else 0), slots))
+    slot_count = min(len(lane.slots) for lane in lanes)
+    supply_of = {lane.method.name: supply for lane, supply in zip(lanes, supplies, strict=True)}
     deadline = time.perf_counter() + seconds
     pending: list[tuple[Result, NDArray[np.int64], NDArray[np.uint8]]] = []
     for turn in range(rounds):
-        shift = turn % len(methods)
-        for method in (*methods[shift:], *methods[:shift]):
-            ids = next(batches)
-            out = slots[method.name][turn % slot_count]
-            prepared = method.prepare(ids, out)
-            begin = time.perf_counter()
-            method.run(prepared)
-            results[method.name].seconds.append(time.perf_counter() - begin)
-            pending.append((results[method.name], ids, out))
-        over = time.perf_counter() > deadline or turn == rounds - 1
+        for lane in rotated(lanes, turn):
+            method, result = lane.method, lane.result
+            if method.most is not None and turn >= method.most:
+                continue
+            ids = next(supply_of[method.name])
+            out = lane.slots[turn % slot_count]
+            _call(method, result, ids, out, bytes_read)
+            if method.delivers:
+                pending.append((result, ids, out))
+        over = turn == rounds - 1 or (time.perf_counter() > deadline and turn + 1 >= least)
         if over or (turn + 1) % slot_count == 0:
             for result, ids, out in pending:
                 right = (out == expected(ids)).all(axis=-1)
@@ -100,4 +146,26 @@ def interleaved(
             pending.clear()
         if over:
             break
-    return results
+    return {lane.method.name: lane.result for lane in lanes}
+
+
+def _call(
+    method: Method,
+    result: Result,
+    ids: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    bytes_read: Callable[[], int] | None,
+) -> None:
+    prepared = method.prepare(ids, out)
+    if method.before is not None:
+        method.before(ids)
+    read = 0 if bytes_read is None else bytes_read()
+    cpu = time.process_time()
+    begin = time.perf_counter()
+    told = method.run(prepared)
+    elapsed = time.perf_counter() - begin
+    if not method.own_clock:
+        result.cpu_seconds = (result.cpu_seconds or 0.0) + time.process_time() - cpu
+    if bytes_read is not None:
+        result.bytes_read = (result.bytes_read or 0) + bytes_read() - read
+    result.seconds.append(told if method.own_clock and isinstance(told, float) else elapsed)

@@ -80,11 +80,12 @@ def from_pretrained(
     modules = _sources(directory, model_config, load_format, out_of_vocab)
     base = _model_class(transformers, model_config)
     without = _without_tables(base)
-    loaded = without.from_pretrained(directory, config=model_config, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    loaded: Any = without.from_pretrained(directory, config=model_config, **kwargs)
+    # With `output_loading_info` the model comes with what was said about the loading.
+    model = cast("tuple[Any, ...]", loaded)[0] if isinstance(loaded, tuple) else loaded
     model.__class__ = base
     _replace(model, modules)
-    return loaded
+    return cast("Any", loaded)
 
 
 def attach(
@@ -142,7 +143,7 @@ def _without_tables(base: type[Any]) -> type[Any]:
         )
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
+            cast("Any", super()).__init__(config, *args, **kwargs)
             for index, layer in _ple_layers(self).items():
                 layer.ple_embedding = _NoTable(index)
 
@@ -196,7 +197,9 @@ def _tables(directory: Path) -> list[TableInfo]:
     found = [info for info in tables(directory) if info.family == "qwen"]
     if not found:
         raise placed(
-            ValueError(f"{directory} holds no Qwen n-gram table; engram.tables lists what it holds"),
+            ValueError(
+                f"{directory} holds no Qwen n-gram table; engram.tables lists what it holds"
+            ),
             path=str(directory),
         )
     return found

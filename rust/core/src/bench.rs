@@ -89,7 +89,9 @@ pub fn uring(reader: &Reader, ids: &[i64], direct: bool, depth: usize) -> Result
         .max()
         .unwrap_or(0)
         .next_multiple_of(4096);
-    let slots = HostBuffer::new(depth * slot as usize, false)?;
+    let mut slots = HostBuffer::new(depth * slot as usize, false)?;
+    // Touched now: the kernel would otherwise make each page on the first read into it.
+    slots.as_mut_slice().fill(1);
     let entries = u32::try_from(depth).unwrap_or(u32::MAX);
     let mut ring = IoUring::new(entries).map_err(ring_error)?;
     debug_assert!(ring.as_raw_fd() >= 0);

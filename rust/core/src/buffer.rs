@@ -181,6 +181,15 @@ impl<'a> PlaneSink<'a> {
         }
     }
 
+    /// Whether a row, written before and by nobody now, is `bytes`.
+    pub(crate) fn holds(&self, position: usize, bytes: &[u8]) -> bool {
+        assert_eq!(bytes.len(), self.row_bytes, "row length");
+        // SAFETY: `row` gives the address of `row_bytes` bytes, initialised because the row was
+        // written; the caller sees to it that no thread writes to the row meanwhile.
+        let row = unsafe { std::slice::from_raw_parts(self.row(position), self.row_bytes) };
+        row == bytes
+    }
+
     /// Fills one row with zeros.
     #[inline]
     pub fn zero(&self, position: usize) {

@@ -97,6 +97,10 @@ pub(crate) fn run(
     });
     let waiting = WaitForHelpers(&shared);
     if helpers > 0 && tasks > 1 {
+        #[expect(
+            clippy::transmute_ptr_to_ptr,
+            reason = "a cast cannot extend the lifetime of a trait object"
+        )]
         // SAFETY: only the lifetime changes; see `Shared::help` for why the closure outlives its
         // use. `waiting` keeps this function from returning or unwinding any earlier.
         let erased = Work(unsafe {
@@ -144,9 +148,9 @@ impl Drop for WaitForHelpers<'_> {
         while self.0.inside.load(Ordering::SeqCst) > 0 {
             spins += 1;
             if spins < SPINS {
-                std::hint::spin_loop()
+                std::hint::spin_loop();
             } else {
-                std::thread::yield_now()
+                std::thread::yield_now();
             }
         }
     }
@@ -185,7 +189,7 @@ mod tests {
     #[test]
     fn nothing_runs_after_the_return() {
         for _ in 0..2000 {
-            let mut done = vec![0_u8; 64];
+            let mut done = [0_u8; 64];
             let places: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
             run(
                 64,

@@ -20,6 +20,8 @@ use crate::table::Plane;
 struct Cut {
     first_row: u64,
     rows: u64,
+    /// Index into the reader's files.
+    file: usize,
     /// Byte offset of the piece in its file.
     offset: u64,
     window: Window,
@@ -58,6 +60,7 @@ impl Cuts {
                 Some(Cut {
                     first_row: piece.first_row,
                     rows: piece.rows,
+                    file: piece.file,
                     offset: piece.offset,
                     window,
                     residency: Arc::clone(file.residency()),
@@ -71,19 +74,38 @@ impl Cuts {
         })
     }
 
-    /// Finds row `id`, which must lie in the table.
+    /// The piece that row `id` lies in, which must be a row of the table.
     #[inline(always)]
-    pub(crate) fn find(&self, id: i64) -> Found<'_> {
-        let id = id.cast_unsigned();
+    fn piece(&self, id: u64) -> &Cut {
         let guess = (u128::from(id) * u128::from(self.reciprocal)) >> 64;
         #[expect(
             clippy::cast_possible_truncation,
             reason = "at most the number of pieces"
         )]
-        let mut cut = &self.pieces[(guess as usize).min(self.pieces.len() - 1)];
-        if id.wrapping_sub(cut.first_row) >= cut.rows {
-            cut = self.search(id);
+        let cut = &self.pieces[(guess as usize).min(self.pieces.len() - 1)];
+        if id.wrapping_sub(cut.first_row) < cut.rows {
+            cut
+        } else {
+            self.search(id)
         }
+    }
+
+    /// Index of the file that row `id` lies in, which must be a row of the table.
+    #[inline(always)]
+    pub(crate) fn file_of(&self, id: i64) -> usize {
+        self.piece(id.cast_unsigned()).file
+    }
+
+    /// Indices of the files of all pieces.
+    pub(crate) fn files(&self) -> impl Iterator<Item = usize> {
+        self.pieces.iter().map(|cut| cut.file)
+    }
+
+    /// Finds row `id`, which must lie in the table.
+    #[inline(always)]
+    pub(crate) fn find(&self, id: i64) -> Found<'_> {
+        let id = id.cast_unsigned();
+        let cut = self.piece(id);
         let within = (id - cut.first_row) * self.row_bytes as u64;
         let believed = cut
             .residency

@@ -8,11 +8,13 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::map::Map;
 use crate::residency::Residency;
 
@@ -80,14 +82,24 @@ pub enum Mapping {
     Required,
 }
 
+/// How a file was asked to be opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Wanted {
+    mapping: Mapping,
+    random: bool,
+}
+
 /// A checkpoint file opened for reading rows.
 #[derive(Debug)]
 pub struct OpenFile {
     path: PathBuf,
+    wanted: Wanted,
     file: File,
     identity: Identity,
     filesystem: Filesystem,
     map: std::result::Result<Arc<Map>, NoMap>,
+    /// Bytes left of the file when it was found cut short; `u64::MAX` until then.
+    cut: AtomicU64,
     residency: OnceLock<Arc<Residency>>,
     may_query: bool,
     direct: OnceLock<std::result::Result<Direct, i32>>,
@@ -100,13 +112,27 @@ pub enum NoMap {
     NotWanted,
     /// The filesystem is remote.
     Remote,
+    /// `ENGRAM_SIGBUS=0` says that engram may not answer for pages that cannot be read.
+    Forbidden,
     /// The kernel refused with this error number.
     Refused(i32),
 }
 
 impl OpenFile {
-    /// Opens a file whose header was read before; it must still be the same, unchanged file.
-    pub fn open(checkpoint_file: &CheckpointFile, mapping: Mapping) -> Result<Arc<Self>> {
+    /// Opens a file whose header was read before; it must still be the same, unchanged file. With
+    /// `random`, faults on the mapping read one page and nothing around it.
+    ///
+    /// A file that is open already in the same way is shared: one descriptor and one mapping serve
+    /// every table with rows in it, and what one reader learns of its pages the others know.
+    pub fn open(
+        checkpoint_file: &CheckpointFile,
+        mapping: Mapping,
+        random: bool,
+    ) -> Result<Arc<Self>> {
+        let wanted = Wanted { mapping, random };
+        if let Some(open) = registered(checkpoint_file, wanted) {
+            return Ok(open);
+        }
         let path = checkpoint_file.resolved.as_path();
         let file = OpenOptions::new()
             .read(true)
@@ -136,18 +162,25 @@ impl OpenFile {
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
         let map = match mapping {
             Mapping::Never => Err(NoMap::NotWanted),
+            _ if !fault::allowed() => Err(NoMap::Forbidden),
             Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
             Mapping::IfSafe | Mapping::Required => Map::new(&file, len)
                 .map(Arc::new)
                 .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
         };
+        if let (Ok(map), true) = (&map, random) {
+            // A hint: without it a wrong belief costs a larger read.
+            let _ = map.advise_random();
+        }
         let may_query = may_query(&metadata, path);
         let open = Arc::new(Self {
             path: path.to_owned(),
+            wanted,
             file,
             identity,
             filesystem,
             map,
+            cut: AtomicU64::new(u64::MAX),
             residency: OnceLock::new(),
             may_query,
             direct: OnceLock::new(),
@@ -171,9 +204,53 @@ impl OpenFile {
         self.identity
     }
 
+    /// What the file is now.
+    pub(crate) fn identity_now(&self) -> io::Result<Identity> {
+        self.file.metadata().map(|metadata| Identity::of(&metadata))
+    }
+
     /// Whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.identity.len == 0
+    }
+
+    /// Bytes left of the file, if it was found cut short while open. What was beyond is gone for
+    /// good, whatever is written there later.
+    pub fn cut(&self) -> Option<u64> {
+        Some(self.cut.load(Ordering::Relaxed)).filter(|&cut| cut != u64::MAX)
+    }
+
+    /// Looks at the file's size, a tenth of a microsecond; whether it has never been found short.
+    /// The last page of a file that was cut reads as zeros from a mapping, without any fault.
+    pub(crate) fn is_whole(&self) -> io::Result<bool> {
+        let size = rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))?;
+        if size < self.identity.len {
+            self.note_cut(size);
+        }
+        Ok(self.cut.load(Ordering::Relaxed) == u64::MAX)
+    }
+
+    #[cold]
+    fn note_cut(&self, size: u64) {
+        self.cut.fetch_min(size, Ordering::Relaxed);
+        let residency = self.residency();
+        residency.bar(&(residency.pages_of(size, 1).start..residency.pages()));
+    }
+
+    /// Believes nothing of what the mapping lost. If the file was changed meanwhile, what was lost
+    /// is taken for cut off.
+    #[cold]
+    pub(crate) fn give_up_lost(&self) -> io::Result<()> {
+        let Some(lost) = self.map().ok().and_then(|map| map.lost()) else {
+            return Ok(());
+        };
+        let residency = self.residency();
+        residency.bar(&residency.pages_of(lost.start, lost.end - lost.start));
+        if self.is_whole()? && self.identity_now()? != self.identity {
+            // Cut and made longer again: where in its last page it ended meanwhile is not known.
+            self.note_cut(lost.start.saturating_sub(rustix::param::page_size() as u64));
+        }
+        Ok(())
     }
 
     /// The filesystem it lives on.
@@ -303,8 +380,20 @@ impl OpenFile {
     }
 }
 
-/// Files that are open for reading rows, so that [`drop_cache`] can unmap their pages first.
+/// Files that are open for reading rows: to be shared, and for [`drop_cache`] to unmap their pages.
 static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+
+/// A file that is open in the wanted way and sound.
+fn registered(checkpoint_file: &CheckpointFile, wanted: Wanted) -> Option<Arc<OpenFile>> {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    open.iter().filter_map(Weak::upgrade).find(|file| {
+        file.identity == checkpoint_file.identity
+            && file.path == checkpoint_file.resolved
+            && file.wanted == wanted
+            && file.is_whole().unwrap_or(false)
+            && file.map().ok().and_then(|map| map.lost()).is_none()
+    })
+}
 
 fn register(file: &Arc<OpenFile>) {
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -342,7 +431,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     if identity.len == 0 {
         return Ok(0);
     }
-    let map = Map::new(&file, identity.len).map_err(refuse)?;
+    let map = Map::for_queries(&file, identity.len).map_err(refuse)?;
     let page = rustix::param::page_size() as u64;
     let mut states = Vec::new();
     map.resident(0..identity.len.div_ceil(page), &mut states)
@@ -400,10 +489,23 @@ mod tests {
     }
 
     #[test]
+    fn a_file_is_shared_with_those_who_open_it_alike() {
+        let (_file, described) = temporary(&[0; 10]);
+        let first = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
+        let again = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
+        assert!(Arc::ptr_eq(&first, &again));
+        let unmapped = OpenFile::open(&described, Mapping::Never, true).unwrap();
+        assert!(!Arc::ptr_eq(&first, &unmapped) && unmapped.map().is_err());
+        let weak = Arc::downgrade(&first);
+        drop((first, again));
+        assert!(weak.upgrade().is_none(), "sharing keeps nothing open");
+    }
+
+    #[test]
     fn a_file_that_changed_is_refused() {
         let (mut file, described) = temporary(&[0; 10]);
         file.write_all(&[0]).unwrap();
-        let error = OpenFile::open(&described, Mapping::IfSafe).unwrap_err();
+        let error = OpenFile::open(&described, Mapping::IfSafe, true).unwrap_err();
         assert!(matches!(error, Error::Checkpoint { .. }));
         assert!(error.to_string().contains("the file changed"));
     }
@@ -431,7 +533,7 @@ mod tests {
     #[test]
     fn direct_reads_work_or_say_why_not() {
         let (_file, described) = temporary(&[7; 5000]);
-        let open = OpenFile::open(&described, Mapping::IfSafe).unwrap();
+        let open = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
         match open.direct() {
             Ok(direct) => {
                 let mut buffer = HostBuffer::new(8192, false).unwrap();

@@ -5,13 +5,15 @@
 //! probe    (only where it pays) ask the kernel which wanted pages are resident after all
 //! plan     wanted spans -> distinct reads, in file order
 //! fetch    many reads in flight; meanwhile copy what is resident; scatter what arrives
+//! prove    nothing was copied from a page that could not be read, or from a file cut meanwhile
 //! ```
 //!
-//! A batch whose rows are all resident never leaves the first step, and a small one never leaves
-//! the calling thread.
+//! A batch whose rows are all resident knows only the first step and the last, and a small one never
+//! leaves the calling thread.
 
 mod fill;
 mod prefetch;
+mod proof;
 mod sweep;
 
 pub use prefetch::prefetch;
@@ -50,6 +52,23 @@ pub struct Control<'a> {
 }
 
 impl Control<'_> {
+    /// Looks at the clock; and for an interrupt, where the last look was some time ago: that may
+    /// have to wait for the interpreter.
+    fn check(&self, checked: &mut Instant) -> Result<()> {
+        let now = Instant::now();
+        if self.deadline.is_some_and(|deadline| now >= deadline) {
+            return Err(Error::Timeout {
+                message: "timed out while copying resident rows".to_owned(),
+                place: Box::default(),
+            });
+        }
+        if now.duration_since(*checked) < CHECK_PERIOD {
+            return Ok(());
+        }
+        *checked = now;
+        (self.interrupt)()
+    }
+
     /// No deadline, no interrupts.
     pub const NONE: Control<'static> = Control {
         deadline: None,
@@ -87,6 +106,8 @@ struct Lane<'a> {
     /// The short way to this plane's mapped rows; needed unless all rows are read.
     cuts: Option<&'a Cuts>,
     belief: Belief,
+    /// Rows that are not copied at once are advised of first and copied then, rather than read.
+    advised: bool,
 }
 
 /// Which rows a sweep may copy from the mapping.
@@ -122,6 +143,7 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
 }
 
 fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
+    let armed = proof::arm(requests, started)?;
     let mut report = Report::default();
     let mut lanes = Lanes::new();
     let mut first_file = 0;
@@ -129,6 +151,9 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
         report.padded += check(request)?;
         report.rows += request.ids.len() as u64;
         let reader = request.reader;
+        let mapped = reader.mode().mapped && armed;
+        // Advice is followed by copies that wait as long as the device takes.
+        let advised = mapped && reader.mode().asked == Io::Mmap && control.deadline.is_none();
         let stats = reader.stats();
         stats.rows.add(request.ids.len() as u64);
         stats
@@ -143,10 +168,12 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
                 ids: request.ids,
                 pad_id: request.pad_id,
                 first_file,
-                belief: match reader.mode() {
-                    mode if mode.asked == Io::Mmap || !mode.mapped => Belief::Nothing,
-                    _ => Belief::Pages,
+                belief: if mapped && !advised {
+                    Belief::Pages
+                } else {
+                    Belief::Nothing
                 },
+                advised,
             });
         }
         first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
@@ -155,6 +182,7 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
     if !rest.is_empty() {
         fill::fill(&lanes, &mut rest, requests, control, started, &mut report)?;
     }
+    proof::prove(&lanes, &rest, requests, control, &mut report)?;
     Ok(report)
 }
 
@@ -228,5 +256,7 @@ impl Lane<'_> {
 /// How often the calling thread looks at the interrupt check while it copies.
 const CHECK_PERIOD: Duration = Duration::from_millis(20);
 
+#[cfg(test)]
+mod proof_tests;
 #[cfg(test)]
 mod tests;

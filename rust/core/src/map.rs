@@ -15,15 +15,19 @@ use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 
 use crate::buffer::PlaneSink;
+use crate::fault::Registered;
 
 /// A shared read-only mapping of a whole file.
 #[derive(Debug)]
 pub struct Map {
+    /// Declared first, so that it ends before the mapping does. `None` if nothing is ever copied.
+    registered: Option<Registered>,
     map: MmapRaw,
 }
 
@@ -97,12 +101,30 @@ impl RowAddress<'_> {
 }
 
 impl Map {
-    /// Maps the `len` bytes of `file`.
+    /// Maps the `len` bytes of `file` to copy rows from. A page that turns out not to be readable
+    /// is replaced by zeros and listed in [`Map::lost`]; that is for the caller to look at, after
+    /// every copy.
     pub fn new(file: &File, len: u64) -> io::Result<Self> {
+        let mut map = Self::for_queries(file, len)?;
+        map.registered = Some(Registered::new(map.address(), map.len(), file.as_raw_fd())?);
+        Ok(map)
+    }
+
+    /// Maps the `len` bytes of `file` only to ask which of its pages are in memory.
+    pub fn for_queries(file: &File, len: u64) -> io::Result<Self> {
         let len =
             usize::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
         let map = MmapOptions::new().len(len).map_raw_read_only(file)?;
-        Ok(Self { map })
+        Ok(Self {
+            registered: None,
+            map,
+        })
+    }
+
+    /// The bytes that could not be read when a copy came to them. The mapping holds zeros there,
+    /// now and for good; a row that has a byte among them has to be read in another way.
+    pub fn lost(&self) -> Option<Range<u64>> {
+        self.registered.as_ref()?.lost()
     }
 
     /// Bytes mapped.
@@ -205,11 +227,16 @@ impl Map {
                 states.as_mut_ptr(),
             )
         };
-        if result == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
+        if result != 0 {
+            return Err(io::Error::last_os_error());
         }
+        if let Some(lost) = self.lost() {
+            // Zero pages in place of the file's, whatever the kernel says of them.
+            for (page_of, state) in pages.zip(states) {
+                *state &= u8::from(!lost.contains(&(page_of * page as u64)));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,14 +1,16 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::checkpoint::{Checkpoint, CheckpointFile};
+use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
 use crate::cuts::Cuts;
 use crate::discover::{self, TableRef};
 use crate::error::{Error, Result};
 use crate::file::{Mapping, NoMap, OpenFile};
+use crate::in_flight::InFlight;
 use crate::stats::Stats;
 use crate::table::Table;
 use crate::threads;
@@ -153,8 +155,11 @@ impl Mode {
     }
 }
 
-/// Batches for which every belief is checked with the kernel after one was found wrong.
-const VERIFY_BATCHES: u32 = 64;
+/// Sweeps in which every belief is checked with the kernel after one was found wrong.
+const VERIFIED_SWEEPS: u32 = 64;
+
+/// Digests of rows that verifications read, by plane and row.
+pub(crate) type Digests = HashMap<(usize, u64), u64>;
 
 /// A table opened for reading. All methods may be called from any thread.
 #[derive(Debug)]
@@ -168,12 +173,17 @@ pub struct Reader {
     advice: Advice,
     trimmer: Option<Trimmer>,
     stats: Stats,
-    /// Batches left in which beliefs are verified before they are acted on.
+    /// Sweeps left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
     late_fallbacks: Mutex<Vec<String>>,
     prefetches: Entrance,
-    tickets: Entrance,
+    tickets: InFlight,
     closing: AtomicBool,
+    options: Options,
+    shadowed: Vec<Shadowed>,
+    /// Compare every gathered row with a second read of it.
+    checks_rows: bool,
+    digests: Mutex<Digests>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -183,6 +193,8 @@ pub struct Located {
     pub table: Table,
     /// The files, as they were when their headers were read.
     pub files: Vec<CheckpointFile>,
+    /// Second copies of tensors in the checkpoint, which are never read.
+    pub shadowed: Vec<Shadowed>,
 }
 
 impl Located {
@@ -201,7 +213,11 @@ impl Located {
             .map(|&file| checkpoint.files[file].clone())
             .collect();
         table.renumber_files(&used);
-        Self { table, files }
+        Self {
+            table,
+            files,
+            shadowed: checkpoint.shadowed.clone(),
+        }
     }
 
     /// Paths of the files, symlinks resolved.
@@ -216,28 +232,50 @@ impl Located {
 impl Reader {
     /// Opens the files of a located table.
     pub fn open(located: Located, options: Options) -> Result<Self> {
-        let Located { table, files } = located;
-        let name = table.name.clone();
-        Self::open_files(table, &files, options).map_err(|error| error.in_table(&name))
+        let name = located.table.name.clone();
+        Self::open_files(located, options).map_err(|error| error.in_table(&name))
     }
 
-    fn open_files(table: Table, files: &[CheckpointFile], options: Options) -> Result<Self> {
+    /// The table of the same name at `path`, opened in the same way; its rows must have the same
+    /// planes, encoding and meaning, so that they fit where rows of this one went.
+    pub fn reopen(&self, path: &Path) -> Result<Self> {
+        let located = Located::find(path, TableRef::Name(&self.table.name))?;
+        let layout = |table: &Table| {
+            let planes: Vec<_> = table
+                .planes
+                .iter()
+                .map(|plane| (plane.name(), plane.dtype(), plane.row_bytes()))
+                .collect();
+            (planes, table.encoding, table.logical_shape.clone())
+        };
+        let (old, new) = (layout(&self.table), layout(&located.table));
+        if old != new {
+            return Err(Error::value(format!(
+                "table {:?} at {} has rows of another layout ({new:?}, not {old:?}); open a new FileGather",
+                self.table.name,
+                path.display()
+            )));
+        }
+        Self::open(located, self.options)
+    }
+
+    fn open_files(located: Located, options: Options) -> Result<Self> {
+        let Located {
+            table,
+            files,
+            shadowed,
+        } = located;
         let mapping = match options.io {
             Io::Auto => Mapping::IfSafe,
             Io::Mmap => Mapping::Required,
             Io::Pread | Io::Uring | Io::Direct => Mapping::Never,
         };
+        let random = options.advice != Advice::Normal;
         let files = files
             .iter()
-            .map(|file| OpenFile::open(file, mapping))
+            .map(|file| OpenFile::open(file, mapping, random))
             .collect::<Result<Vec<_>>>()?;
         let mode = resolve(options.io, &files)?;
-        if options.advice != Advice::Normal {
-            for map in files.iter().filter_map(|file| file.map().ok()) {
-                // Advice is a hint: without it a wrong belief costs a larger read.
-                drop(map.advise_random());
-            }
-        }
         let cuts = if mode.mapped {
             table
                 .planes
@@ -259,8 +297,12 @@ impl Reader {
             verify: AtomicU32::new(0),
             late_fallbacks: Mutex::default(),
             prefetches: Entrance::default(),
-            tickets: Entrance::default(),
+            tickets: InFlight::default(),
             closing: AtomicBool::new(false),
+            options,
+            shadowed,
+            checks_rows: std::env::var_os("ENGRAM_VERIFY").is_some_and(|value| value == "1"),
+            digests: Mutex::default(),
         })
     }
 
@@ -313,6 +355,21 @@ impl Reader {
         &self.stats
     }
 
+    /// Second copies of tensors in the checkpoint, which are never read.
+    pub fn shadowed(&self) -> &[Shadowed] {
+        &self.shadowed
+    }
+
+    /// Whether every gathered row is compared with a second read of it (`ENGRAM_VERIFY=1`).
+    #[inline]
+    pub(crate) fn checks_rows(&self) -> bool {
+        self.checks_rows
+    }
+
+    pub(crate) fn digests(&self) -> &Mutex<Digests> {
+        &self.digests
+    }
+
     /// Stops background work at its next look.
     pub fn close(&self) {
         self.closing.store(true, Ordering::Relaxed);
@@ -327,7 +384,7 @@ impl Reader {
     }
 
     /// Tickets that have not ended yet.
-    pub(crate) fn tickets(&self) -> &Entrance {
+    pub(crate) fn tickets(&self) -> &InFlight {
         &self.tickets
     }
 
@@ -355,17 +412,17 @@ impl Reader {
         }
     }
 
-    /// Whether beliefs are to be checked with the kernel in this batch.
+    /// Whether beliefs are to be checked with the kernel in this sweep.
     pub(crate) fn verifies(&self) -> bool {
         self.verify.load(Ordering::Relaxed) > 0
     }
 
     /// A belief was wrong: check them all for a while.
     pub(crate) fn distrust(&self) {
-        self.verify.store(VERIFY_BATCHES, Ordering::Relaxed);
+        self.verify.store(VERIFIED_SWEEPS, Ordering::Relaxed);
     }
 
-    /// A whole batch of beliefs was right.
+    /// All beliefs of a sweep were right.
     pub(crate) fn trust_more(&self) {
         let left = self.verify.load(Ordering::Relaxed);
         // Losing a decrement to another thread only keeps the checks on for longer.
@@ -388,16 +445,11 @@ impl Entrance {
         let place = Place(Arc::clone(&self.0));
         (taken < most).then_some(place)
     }
-
-    /// Places taken.
-    pub(crate) fn taken(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
-    }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Release);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -442,8 +494,20 @@ fn resolve_mapping(
                     file.path(),
                 ));
             }
+            NoMap::Forbidden if asked == Io::Mmap => {
+                return Err(Error::value(
+                    "io=\"mmap\" needs mappings, which ENGRAM_SIGBUS=0 forbids; unset it, or use io=\"auto\" or io=\"pread\"",
+                ));
+            }
+            NoMap::Forbidden => fallbacks.push(
+                "not mapped: ENGRAM_SIGBUS=0 forbids engram to catch pages that cannot be read; rows are read instead".to_owned(),
+            ),
             NoMap::Refused(errno) => {
-                let hint = if errno == libc::ENOMEM { " (RLIMIT_AS or vm.max_map_count)" } else { "" };
+                let hint = match errno {
+                    libc::ENOMEM => " (RLIMIT_AS or vm.max_map_count)",
+                    libc::EBUSY => " (other handlers of SIGBUS were installed too often)",
+                    _ => "",
+                };
                 fallbacks.push(format!(
                     "mmap refused on {filesystem}: {}{hint}; rows are read instead ({})",
                     reason(errno),

@@ -25,6 +25,8 @@ pub struct Residency {
     full: Box<[AtomicU64]>,
     pages: u64,
     page_shift: u32,
+    /// First page and end of what is never believed resident.
+    barred: [AtomicU64; 2],
 }
 
 fn zeroed(count: u64) -> Box<[AtomicU64]> {
@@ -47,6 +49,7 @@ impl Residency {
             full,
             pages,
             page_shift,
+            barred: [AtomicU64::new(u64::MAX), AtomicU64::new(0)],
         }
     }
 
@@ -90,7 +93,7 @@ impl Residency {
 
     /// Notes that `pages` are in memory.
     pub fn set(&self, pages: Range<u64>) {
-        self.for_words(pages, |index, word, mask| {
+        self.for_words(pages.clone(), |index, word, mask| {
             // Most bits are set once and stay: reading first keeps the line shared.
             if word.load(Ordering::Relaxed) & mask != mask {
                 let before = word.fetch_or(mask, Ordering::Relaxed);
@@ -99,6 +102,29 @@ impl Residency {
                 }
             }
         });
+        self.clear_barred(&pages);
+    }
+
+    /// Never believes `pages` resident again, nor any between them and those barred before: their
+    /// place in the mapping no longer shows the file.
+    pub fn bar(&self, pages: &Range<u64>) {
+        if pages.is_empty() {
+            return;
+        }
+        self.barred[0].fetch_min(pages.start, Ordering::Relaxed);
+        self.barred[1].fetch_max(pages.end, Ordering::Relaxed);
+        self.clear_barred(&(0..self.pages));
+    }
+
+    fn clear_barred(&self, pages: &Range<u64>) {
+        let [start, end] = self
+            .barred
+            .each_ref()
+            .map(|page| page.load(Ordering::Relaxed));
+        let barred = start.max(pages.start)..end.min(pages.end);
+        if barred.start < barred.end {
+            self.clear(barred);
+        }
     }
 
     /// Notes that `pages` are not in memory.
@@ -141,6 +167,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn barred_pages_stay_out() {
+        let residency = Residency::new(200 * 4096);
+        residency.set(0..200);
+        residency.bar(&(70..80));
+        residency.bar(&(150..160));
+        residency.set(0..200);
+        assert_eq!(residency.count(0..200), 70 + 40);
+        assert!(residency.contains(0, 70 * 4096) && !residency.contains(0, 70 * 4096 + 1));
+        assert!(!residency.contains(100 * 4096, 1) && residency.contains(160 * 4096, 40 * 4096));
+    }
 
     proptest! {
         #[test]

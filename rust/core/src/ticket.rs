@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use crate::buffer::{HostBuffer, PlaneSink};
 use crate::error::{Error, Place, Result};
 use crate::gather::{Control, Request, Sinks, gather};
-use crate::reader::{self, Reader};
+use crate::in_flight::Flight;
+use crate::reader::Reader;
 use crate::schedule::Schedule;
 use crate::threads::PerProcess;
 
@@ -28,14 +29,14 @@ pub struct Order {
     reader: Arc<Reader>,
     ids: Vec<i64>,
     pad_id: Option<i64>,
-    _place: Option<reader::Place>,
+    _flight: Flight,
 }
 
 impl Order {
     /// Rows of `ids` (flattened), with zeros for `pad_id`.
     pub fn new(reader: &Arc<Reader>, ids: Vec<i64>, pad_id: Option<i64>) -> Self {
         Self {
-            _place: reader.tickets().enter(u64::MAX),
+            _flight: reader.tickets().begin(),
             reader: Arc::clone(reader),
             ids,
             pad_id,
@@ -432,7 +433,7 @@ impl Drop for Ticket {
 /// it ends the wait.
 pub fn drain(reader: &Reader, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
     let mut pause = Duration::from_micros(50);
-    while reader.tickets().taken() > 0 {
+    while reader.tickets().count() > 0 {
         std::thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(10));
         interrupt()?;

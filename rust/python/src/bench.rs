@@ -1,10 +1,9 @@
 //! The core's bare loops, for the benchmarks; only with the feature `bench`.
 
 use engram_core::bench;
-use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
-use crate::buffer::{Output, read_ids};
+use crate::buffer::{Ids, Output};
 use crate::gather::Reader;
 
 /// Seconds a bare copy of the rows of `ids` into `out` takes.
@@ -17,7 +16,7 @@ pub(crate) fn bench_copy(
     threads: usize,
 ) -> PyResult<f64> {
     let mut flat = Vec::new();
-    read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
+    Ids::new(ids)?.append_to(py, &mut flat);
     let out = Output::new(out)?;
     let bytes = reader.first_plane_bytes();
     let sink = out.sink(py, 0, bytes, bytes, flat.len())?;
@@ -35,7 +34,7 @@ pub(crate) fn bench_uring(
     depth: usize,
 ) -> PyResult<f64> {
     let mut flat = Vec::new();
-    read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
+    Ids::new(ids)?.append_to(py, &mut flat);
     let taken = reader.with(py, |reader| bench::uring(reader, &flat, direct, depth))?;
     Ok(taken.as_secs_f64())
 }

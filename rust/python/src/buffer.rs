@@ -86,30 +86,46 @@ impl HostBuffer {
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {}
 }
 
-/// Appends the ids that `ids` exports to `into`. It must be C-contiguous and hold int64.
-pub(crate) fn read_ids(
-    _attached: Python<'_>,
-    ids: &PyBuffer<i64>,
-    into: &mut Vec<i64>,
-) -> PyResult<()> {
-    if ids.item_count() == 0 {
-        return Ok(());
+/// Row ids that a Python object exports: int64, C-contiguous, at any address.
+pub(crate) struct Ids(PyUntypedBuffer);
+
+impl Ids {
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(object)?;
+        // Not `PyBuffer<i64>`, which refuses ids at addresses that are no multiple of 8; numpy
+        // calls the type of those "=q".
+        let int64 = matches!(buffer.format().to_bytes(), b"l" | b"q" | b"=q")
+            && buffer.item_size() == size_of::<i64>();
+        if !int64 {
+            return Err(PyTypeError::new_err("ids must be int64"));
+        }
+        if !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err("ids must be C-contiguous"));
+        }
+        Ok(Self(buffer))
     }
-    let Some(memory) = ids.as_slice_ptr() else {
-        return Err(PyValueError::new_err("ids must be C-contiguous"));
-    };
-    into.reserve(memory.len());
-    // SAFETY: the export keeps `memory.len()` ids readable at this address while `ids` is borrowed,
-    // and `reserve` made room for them. The ids are copied once, before any check, and only the
-    // copy is used, so a thread that changes them meanwhile can spoil values, not bounds. The
-    // address may be unaligned when numpy says so, hence the byte-wise copy.
-    unsafe {
-        let from = memory.as_ptr().cast::<u8>();
-        let to = into.as_mut_ptr().add(into.len()).cast::<u8>();
-        std::ptr::copy_nonoverlapping(from, to, memory.len() * size_of::<i64>());
-        into.set_len(into.len() + memory.len());
+
+    fn shape(&self) -> &[usize] {
+        self.0.shape()
     }
-    Ok(())
+
+    /// Appends the ids to `into`.
+    pub(crate) fn append_to(&self, _attached: Python<'_>, into: &mut Vec<i64>) {
+        let count = self.0.len_bytes() / size_of::<i64>();
+        if count == 0 {
+            return;
+        }
+        into.reserve(count);
+        // SAFETY: the export keeps `count` ids readable at this address while `self` is borrowed,
+        // and `reserve` made room for them. The ids are copied once, before any check, and only the
+        // copy is used, so a thread that changes them meanwhile can spoil values, not bounds. The
+        // address need not be aligned, hence the byte-wise copy.
+        unsafe {
+            let to = into.as_mut_ptr().add(into.len()).cast::<u8>();
+            std::ptr::copy_nonoverlapping(self.0.buf_ptr().cast(), to, count * size_of::<i64>());
+            into.set_len(into.len() + count);
+        }
+    }
 }
 
 /// int64 memory that a Python object exports for ids to be written to.
@@ -164,7 +180,7 @@ impl Output {
     }
 
     /// Refuses a shape other than `[*ids.shape, row]` with `row` elements making `row_bytes` bytes.
-    pub(crate) fn require_shape(&self, ids: &PyBuffer<i64>, row_bytes: usize) -> PyResult<()> {
+    pub(crate) fn require_shape(&self, ids: &Ids, row_bytes: usize) -> PyResult<()> {
         let shape = self.0.shape();
         let fits = shape.split_last().is_some_and(|(last, leading)| {
             leading == ids.shape() && last * self.0.item_size() == row_bytes

@@ -2,6 +2,8 @@
 //! `engram.CheckpointError` for files that lie. Every exception carries `path`, `table`, `row`,
 //! `position` and `offset` (None where unknown).
 
+use std::path::PathBuf;
+
 use engram_core::{Error, Place};
 use pyo3::create_exception;
 use pyo3::exceptions::{
@@ -21,17 +23,12 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     let (exception, place) = match error {
         Error::Io { errno, place, .. } => {
-            let path = place
-                .path
-                .as_ref()
-                .map(|path| path.to_string_lossy().into_owned());
+            let path = place.path.clone().map(PathBuf::into_os_string);
             (PyOSError::new_err((*errno, text, path)), (**place).clone())
         }
         Error::Missing { paths, .. } => {
             let path = paths.first().cloned();
-            let name = path
-                .as_ref()
-                .map(|path| path.to_string_lossy().into_owned());
+            let name = path.clone().map(PathBuf::into_os_string);
             let exception = PyFileNotFoundError::new_err((ENOENT, text, name));
             (
                 exception,
@@ -68,16 +65,14 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
 
 const ENOENT: i32 = 2;
 
+/// A `ValueError` about an argument, attributes set.
+pub(crate) fn value_error(py: Python<'_>, text: &str) -> PyErr {
+    to_py(py, &Error::value(text))
+}
+
 fn with_place(py: Python<'_>, exception: PyErr, place: &Place, row_is_set: bool) -> PyErr {
-    set(
-        py,
-        &exception,
-        "path",
-        place
-            .path
-            .as_ref()
-            .map(|path| path.to_string_lossy().into_owned()),
-    );
+    let path = place.path.as_ref().map(|path| path.as_os_str());
+    set(py, &exception, "path", path);
     set(py, &exception, "table", place.table.as_deref());
     if !row_is_set {
         set(py, &exception, "row", place.row);

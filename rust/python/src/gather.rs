@@ -1,12 +1,10 @@
 //! `Reader`: an opened table, and the gathers over one or many of them.
 //!
-//! The open table sits behind a read-write lock: gathers share it, closing waits for them. The lock
-//! is only ever taken with the interpreter released, because a running gather attaches to the
-//! interpreter to look for signals.
+//! The open table sits behind a gate: gathers share it, closing waits for them.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use engram_core::Error;
@@ -14,14 +12,13 @@ use engram_core::discover::TableRef;
 use engram_core::gather::{self, Control, Request, gather};
 use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
 use engram_core::ticket::drain;
-use engram_core::warm;
-use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::PyValueError;
+use engram_core::{verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::buffer::{Output, read_ids};
-use crate::errors::{OrRaise as _, to_py};
+use crate::buffer::{Ids, Output};
+use crate::errors::{OrRaise as _, to_py, value_error};
+use crate::gate::{Entered, Gate};
 use crate::hash::{Inputs, NgramHash, threads_for};
 use crate::table;
 
@@ -45,13 +42,23 @@ impl TableArgument {
 /// A table opened for reading.
 #[pyclass(frozen, weakref, module = "engram._engram")]
 pub(crate) struct Reader {
-    reader: RwLock<Option<Arc<CoreReader>>>,
-    /// Bytes of a row, per plane; kept outside the lock for use with the interpreter held.
+    reader: Gate<CoreReader>,
+    /// Bytes of a row, per plane; kept outside the gate.
     plane_bytes: Vec<usize>,
 }
 
-pub(crate) fn closed() -> PyErr {
-    PyValueError::new_err("this FileGather is closed; open a new one")
+/// The table and its files, as a dictionary.
+fn describe<'py>(py: Python<'py>, reader: &CoreReader) -> PyResult<Bound<'py, PyDict>> {
+    let files: Vec<_> = reader
+        .files()
+        .iter()
+        .map(|file| file.path().to_owned())
+        .collect();
+    table::describe(py, reader.table(), &files)
+}
+
+fn closed(py: Python<'_>) -> PyErr {
+    value_error(py, "this FileGather is closed; open a new one")
 }
 
 thread_local! {
@@ -60,8 +67,18 @@ thread_local! {
 }
 
 impl Reader {
-    pub(crate) fn lock(&self) -> RwLockReadGuard<'_, Option<Arc<CoreReader>>> {
-        self.reader.read().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn enter(&self, py: Python<'_>) -> PyResult<Entered<'_, CoreReader>> {
+        self.reader.enter(py).ok_or_else(|| closed(py))
+    }
+
+    /// Refuses a number of outputs other than that of planes.
+    pub(crate) fn require_planes(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        let planes = self.plane_bytes.len();
+        if count == planes {
+            return Ok(());
+        }
+        let text = format!("{count} outputs for a table of {planes} planes");
+        Err(value_error(py, &text))
     }
 
     /// Bytes of a row, per plane.
@@ -81,9 +98,9 @@ impl Reader {
         py: Python<'_>,
         body: impl Send + FnOnce(&Arc<CoreReader>) -> engram_core::Result<T>,
     ) -> PyResult<T> {
-        py.detach(|| self.lock().as_ref().map(body))
-            .ok_or_else(closed)?
-            .or_raise(py)
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        py.detach(|| body(reader)).or_raise(py)
     }
 }
 
@@ -120,22 +137,14 @@ impl Reader {
             .map(engram_core::table::Plane::row_bytes)
             .collect();
         Ok(Self {
-            reader: RwLock::new(Some(Arc::new(reader))),
+            reader: Gate::new(Arc::new(reader)),
             plane_bytes,
         })
     }
 
     /// The table, as a dictionary.
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (table, files) = self.with(py, |reader| {
-            let files: Vec<_> = reader
-                .files()
-                .iter()
-                .map(|file| file.path().to_owned())
-                .collect();
-            Ok((reader.table().clone(), files))
-        })?;
-        table::describe(py, &table, &files)
+        describe(py, &*self.enter(py)?)
     }
 
     /// Gathers rows into one buffer of shape `[*ids.shape, row]`, planes of a row side by side.
@@ -148,38 +157,31 @@ impl Reader {
         pad_id: Option<i64>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let ids = PyBuffer::<i64>::get(ids)?;
+        let ids = Ids::new(ids)?;
         let out = Output::new(out)?;
-        let interrupts = Interrupts::new(timeout)?;
+        let interrupts = Interrupts::new(py, timeout)?;
         let row_bytes = self.plane_bytes.iter().sum();
         out.require_shape(&ids, row_bytes)?;
         let mut flat = IDS.take();
         flat.clear();
-        read_ids(py, &ids, &mut flat)?;
+        ids.append_to(py, &mut flat);
         let mut offset = 0;
         let mut sinks = engram_core::gather::Sinks::new();
         for &bytes in &self.plane_bytes {
             sinks.push(out.sink(py, offset, row_bytes, bytes, flat.len())?);
             offset += bytes;
         }
-        let ids = &flat[..];
-        let outcome = py.detach(|| {
-            let guard = self.lock();
-            let reader = guard.as_ref()?;
-            Some(interrupts.run(|control| {
-                gather(
-                    &[Request {
-                        reader,
-                        ids,
-                        sinks,
-                        pad_id,
-                    }],
-                    control,
-                )
-            }))
-        });
+        let entered = self.enter(py)?;
+        let request = Request {
+            reader: &entered,
+            ids: &flat,
+            sinks,
+            pad_id,
+        };
+        let outcome = py.detach(|| interrupts.run(|control| gather(&[request], control)));
+        drop(entered);
         IDS.replace(flat);
-        interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        interrupts.raise(py, outcome)?;
         Ok(())
     }
 
@@ -192,7 +194,7 @@ impl Reader {
     /// Starts reading rows that will be wanted soon; returns at once.
     fn prefetch(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut flat = Vec::new();
-        read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
+        Ids::new(ids)?.append_to(py, &mut flat);
         self.with(py, |reader| gather::prefetch(reader, flat))
     }
 
@@ -203,30 +205,28 @@ impl Reader {
         max_bytes: Option<u64>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        let interrupts = Interrupts::new(None)?;
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
         let outcome = py.detach(|| {
-            let guard = self.lock();
-            let reader = guard.as_ref()?;
-            Some(warm::prewarm(reader, max_bytes, &mut |done, total| {
+            warm::prewarm(reader, max_bytes, &mut |done, total| {
                 interrupts.attached(|py| match &progress {
                     Some(progress) => progress.call1(py, (done, total)).map(drop),
                     None => Ok(()),
                 })
-            }))
+            })
         });
-        interrupts.raise(py, outcome.ok_or_else(closed)?)
+        interrupts.raise(py, outcome)
     }
 
     /// Pages of the table, those in memory (None if the kernel does not tell), those believed to
     /// be, and bytes of a page.
     fn residency(&self, py: Python<'_>) -> PyResult<(u64, Option<u64>, u64, u64)> {
-        let interrupts = Interrupts::new(None)?;
-        let outcome = py.detach(|| {
-            let guard = self.lock();
-            let reader = guard.as_ref()?;
-            Some(interrupts.run(|control| warm::residency(reader, control)))
-        });
-        let resident = interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome = py.detach(|| interrupts.run(|control| warm::residency(reader, control)));
+        let resident = interrupts.raise(py, outcome)?;
         Ok((
             resident.pages,
             resident.resident,
@@ -237,23 +237,60 @@ impl Reader {
 
     /// Closes after running calls and tickets in flight have ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let interrupts = Interrupts::new(None)?;
+        let mut open = None;
+        if let Ok(entered) = self.enter(py) {
+            open = Some(Arc::clone(&entered));
+        }
+        self.reader.close(py, CoreReader::close)?;
+        let Some(reader) = open else { return Ok(()) };
+        let interrupts = Interrupts::new(py, None)?;
         let outcome = py.detach(|| {
-            let taken = self
-                .reader
-                .write()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take();
-            let Some(reader) = taken else { return Ok(()) };
-            reader.close();
-            drain(&reader, &|| interrupts.attached(|_| Ok(())))
+            let outcome = drain(&reader, &|| interrupts.attached(|_| Ok(())));
+            // The last holder closes the files.
+            drop(reader);
+            outcome
         });
         interrupts.raise(py, outcome)
     }
 
+    /// Serves the table of the same name at `path` from now on; describes it. Calls under way end
+    /// with the files they began with.
+    fn reopen<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+        let new = Arc::new(self.with(py, |reader| reader.reopen(&path))?);
+        let description = describe(py, &new)?;
+        self.reader
+            .exchange(py, new, CoreReader::close)
+            .ok_or_else(|| closed(py))?;
+        Ok(description)
+    }
+
+    /// Compares `rows` rows (all for None), each read in two ways, and what the files are with what
+    /// they were.
+    fn verify<'py>(
+        &self,
+        py: Python<'py>,
+        rows: Option<u64>,
+        seed: u64,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome = py.detach(|| {
+            verify::verify(reader, rows, seed, &mut |done, total| {
+                interrupts.attached(|py| match &progress {
+                    Some(progress) => progress.call1(py, (done, total)).map(drop),
+                    None => Ok(()),
+                })
+            })
+        });
+        let found = interrupts.raise(py, outcome)?;
+        crate::verification::into_dict(py, &found)
+    }
+
     #[getter]
     fn is_closed(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.lock().is_none())
+        self.reader.is_closed(py)
     }
 }
 
@@ -273,31 +310,14 @@ pub(crate) fn gather_many(
     requests: Vec<ManyItem<'_>>,
     timeout: Option<f64>,
 ) -> PyResult<()> {
-    let interrupts = Interrupts::new(timeout)?;
-    // One lock per reader however often it occurs: a second shared lock behind a waiting close
-    // would wait for ever.
-    let mut readers: Vec<&Reader> = Vec::new();
+    let interrupts = Interrupts::new(py, timeout)?;
     let mut flats = Vec::with_capacity(requests.len());
     let mut outputs = Vec::with_capacity(requests.len());
     for (reader, ids, planes, _) in &requests {
-        let reader = reader.get();
-        if planes.len() != reader.plane_bytes.len() {
-            return Err(PyValueError::new_err(format!(
-                "{} outputs for a table of {} planes",
-                planes.len(),
-                reader.plane_bytes.len()
-            )));
-        }
-        let place = readers
-            .iter()
-            .position(|known| std::ptr::eq(*known, reader))
-            .unwrap_or_else(|| {
-                readers.push(reader);
-                readers.len() - 1
-            });
+        reader.get().require_planes(py, planes.len())?;
         let mut flat = Vec::new();
-        read_ids(py, &PyBuffer::<i64>::get(ids)?, &mut flat)?;
-        flats.push((place, flat));
+        Ids::new(ids)?.append_to(py, &mut flat);
+        flats.push(flat);
         outputs.push(
             planes
                 .iter()
@@ -305,34 +325,31 @@ pub(crate) fn gather_many(
                 .collect::<PyResult<Vec<_>>>()?,
         );
     }
+    let entered = requests
+        .iter()
+        .map(|(reader, ..)| reader.get().enter(py))
+        .collect::<PyResult<Vec<_>>>()?;
     let mut prepared = Vec::with_capacity(requests.len());
-    for (((reader, _, planes, pad_id), (place, flat)), outs) in
-        requests.iter().zip(&flats).zip(&outputs)
+    for ((((reader, _, planes, pad_id), ids), outs), entered) in
+        requests.iter().zip(&flats).zip(&outputs).zip(&entered)
     {
         let mut sinks = engram_core::gather::Sinks::new();
         for (((_, offset, stride), out), bytes) in
             planes.iter().zip(outs).zip(&reader.get().plane_bytes)
         {
-            sinks.push(out.sink(py, *offset, *stride, *bytes, flat.len())?);
+            sinks.push(out.sink(py, *offset, *stride, *bytes, ids.len())?);
         }
-        prepared.push((*place, &flat[..], sinks, *pad_id));
+        prepared.push(Request {
+            reader: entered,
+            ids,
+            sinks,
+            pad_id: *pad_id,
+        });
     }
-    let outcome = py.detach(|| {
-        let guards: Vec<_> = readers.iter().map(|reader| reader.lock()).collect();
-        let requests = prepared
-            .into_iter()
-            .map(|(place, ids, sinks, pad_id)| {
-                guards[place].as_ref().map(|reader| Request {
-                    reader,
-                    ids,
-                    sinks,
-                    pad_id,
-                })
-            })
-            .collect::<Option<Vec<_>>>()?;
-        Some(interrupts.run(|control| gather(&requests, control)))
-    });
-    interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+    let outcome = py.detach(|| interrupts.run(|control| gather(&prepared, control)));
+    drop(prepared);
+    drop(entered);
+    interrupts.raise(py, outcome)?;
     Ok(())
 }
 
@@ -340,7 +357,11 @@ pub(crate) fn gather_many(
 ///
 /// `planes` is per plane of the table the memory with offset and stride, a place per id.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a step, and where its rows go")]
+#[expect(
+    clippy::too_many_arguments,
+    clippy::needless_pass_by_value,
+    reason = "a step and where its rows go, as Python hands them over"
+)]
 pub(crate) fn gather_tokens(
     py: Python<'_>,
     hash: &NgramHash,
@@ -351,13 +372,7 @@ pub(crate) fn gather_tokens(
     planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
     pad_id: Option<i64>,
 ) -> PyResult<()> {
-    if planes.len() != reader.plane_bytes.len() {
-        return Err(PyValueError::new_err(format!(
-            "{} outputs for a table of {} planes",
-            planes.len(),
-            reader.plane_bytes.len()
-        )));
-    }
+    reader.require_planes(py, planes.len())?;
     let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
     let step = inputs.step(hash.core().context_len()).or_raise(py)?;
     let count = step.tokens().len() * hash.core().heads().count();
@@ -370,25 +385,25 @@ pub(crate) fn gather_tokens(
     {
         sinks.push(out.sink(py, *offset, *stride, *bytes, count)?);
     }
-    let interrupts = Interrupts::new(None)?;
+    let interrupts = Interrupts::new(py, None)?;
+    let entered = reader.enter(py)?;
+    let reader = &*entered;
     let mut ids = IDS.take();
     ids.clear();
     ids.resize(count, 0);
     let outcome = py.detach(|| {
-        if let Err(error) = hash.core().ids(&step, &mut ids, threads_for(count)) {
-            return Some(Err(error));
-        }
-        let guard = reader.lock();
+        hash.core().ids(&step, &mut ids, threads_for(count))?;
         let request = Request {
-            reader: guard.as_ref()?,
+            reader,
             ids: &ids,
             sinks,
             pad_id,
         };
-        Some(interrupts.run(|control| gather(&[request], control)))
+        interrupts.run(|control| gather(&[request], control))
     });
+    drop(entered);
     IDS.replace(ids);
-    interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+    interrupts.raise(py, outcome)?;
     Ok(())
 }
 
@@ -399,19 +414,15 @@ pub(crate) struct Interrupts {
 }
 
 impl Interrupts {
-    pub(crate) fn new(timeout: Option<f64>) -> PyResult<Self> {
-        let deadline = match timeout {
-            None => None,
-            Some(seconds) => {
-                let duration = Duration::try_from_secs_f64(seconds).map_err(|_| {
-                    PyValueError::new_err(format!(
-                        "timeout={seconds} is not a number of seconds from 0 on"
-                    ))
-                })?;
-                // A timeout beyond the clock's range is no timeout.
-                Instant::now().checked_add(duration)
-            }
-        };
+    pub(crate) fn new(py: Python<'_>, timeout: Option<f64>) -> PyResult<Self> {
+        if let Some(seconds) = timeout.filter(|seconds| seconds.is_nan() || *seconds < 0.0) {
+            let text = format!("timeout={seconds} is not a number of seconds from 0 on");
+            return Err(value_error(py, &text));
+        }
+        // A timeout beyond the clock's range is no timeout.
+        let deadline = timeout
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+            .and_then(|duration| Instant::now().checked_add(duration));
         Ok(Self {
             deadline,
             raised: Mutex::new(None),

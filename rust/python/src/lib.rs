@@ -8,12 +8,14 @@
 mod bench;
 mod buffer;
 mod errors;
+mod gate;
 mod gather;
 mod hash;
 mod stats;
 mod step;
 mod table;
 mod ticket;
+mod verification;
 
 use pyo3::prelude::*;
 
@@ -27,6 +29,8 @@ mod _engram {
     use crate::buffer::HostBuffer;
     #[pymodule_export]
     use crate::errors::CheckpointError;
+    #[pymodule_export]
+    use crate::gate::after_fork;
     #[pymodule_export]
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]

@@ -1,7 +1,7 @@
 //! Counters and latencies as a dictionary.
 
+use engram_core::latency::Summary;
 use engram_core::reader::Reader;
-use engram_core::stats::Summary;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -47,6 +47,7 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
             ("reads", stats.reads.get()),
             ("depth", stats.depth.get()),
             ("major_faults", stats.major_faults.get()),
+            ("rows_reread", stats.rows_reread.get()),
             ("pages_probed", stats.pages_probed.get()),
             ("prefetches", stats.prefetches.get()),
             ("prefetches_dropped", stats.prefetches_dropped.get()),

@@ -4,15 +4,17 @@ use std::sync::{Mutex, TryLockError};
 
 use engram_core::gather::Sinks;
 use engram_core::hash::{Context, Ints, Step};
+use engram_core::reader::Reader as CoreReader;
 use engram_core::step::{Ids, StepTable, StepTables, gather_step};
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use smallvec::SmallVec;
 
 use crate::buffer::Output;
-use crate::errors::OrRaise as _;
-use crate::gather::{Interrupts, Reader, closed};
+use crate::errors::{OrRaise as _, value_error};
+use crate::gate::Entered;
+use crate::gather::{Interrupts, Reader};
 use crate::hash::{NgramHash, threads_for};
 
 /// One table: its hash, itself, where the rows of each plane go, and the id of a row of zeros.
@@ -65,19 +67,14 @@ impl StepGather {
         let mut context_len = None;
         for (hash, reader, planes, pad_id) in tables {
             let plane_bytes = reader.get().plane_bytes();
-            if planes.len() != plane_bytes.len() {
-                return Err(PyValueError::new_err(format!(
-                    "{} outputs for a table of {} planes",
-                    planes.len(),
-                    plane_bytes.len()
-                )));
-            }
+            reader.get().require_planes(py, planes.len())?;
             if lanes.iter().any(|lane| lane.reader.is(&reader)) {
-                return Err(PyValueError::new_err("a table is given twice"));
+                return Err(value_error(py, "a table is given twice"));
             }
             let core = hash.get().core();
             if context_len.is_some_and(|known| known != core.context_len()) {
-                return Err(PyValueError::new_err(
+                return Err(value_error(
+                    py,
                     "the hashes of one step look equally far back; these do not",
                 ));
             }
@@ -127,7 +124,8 @@ impl StepGather {
             Ok(kept) => kept,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => {
-                return Err(PyValueError::new_err(
+                return Err(value_error(
+                    py,
                     "another step is being gathered into this memory",
                 ));
             }
@@ -146,10 +144,13 @@ impl StepGather {
         if let Some(object) = context {
             let axes = kept_context.read(py, object, "context")?;
             let &[rows, width] = axes.as_slice() else {
-                return Err(PyValueError::new_err(format!(
-                    "context has {} axes, not [requests, context_len]",
-                    axes.len()
-                )));
+                return Err(value_error(
+                    py,
+                    &format!(
+                        "context has {} axes, not [requests, context_len]",
+                        axes.len()
+                    ),
+                ));
             };
             context_axes = Some((rows, width));
         }
@@ -163,10 +164,13 @@ impl StepGather {
         let step = Step::new(all, starts, context, self.context_len).or_raise(py)?;
         let owned = step.owned();
         if owned > self.max_tokens {
-            return Err(PyValueError::new_err(format!(
-                "a step of {owned} tokens; at most {} fit (max_tokens)",
-                self.max_tokens
-            )));
+            return Err(value_error(
+                py,
+                &format!(
+                    "a step of {owned} tokens; at most {} fit (max_tokens)",
+                    self.max_tokens
+                ),
+            ));
         }
         let tokens = match all {
             Ints::I32(values) => Ints::I32(&values[..owned]),
@@ -178,45 +182,44 @@ impl StepGather {
             .iter()
             .map(|lane| lane.sinks(py, owned))
             .collect::<PyResult<SmallVec<[_; 4]>>>()?;
-        let interrupts = Interrupts::new(None)?;
-        let outcome = py.detach(|| self.gather(sinks, &step, ids, &interrupts));
-        interrupts.raise(py, outcome.ok_or_else(closed)?)?;
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self
+            .lanes
+            .iter()
+            .map(|lane| lane.reader.get().enter(py))
+            .collect::<PyResult<SmallVec<[_; 4]>>>()?;
+        let outcome = py.detach(|| self.gather(&entered, sinks, &step, ids, &interrupts));
+        drop(entered);
+        interrupts.raise(py, outcome)?;
         Ok(owned)
     }
 }
 
 impl StepGather {
-    /// None where a table is closed.
     fn gather(
         &self,
+        entered: &[Entered<'_, CoreReader>],
         sinks: SmallVec<[Sinks<'_>; 4]>,
         step: &Step<'_>,
         ids: &mut Ids,
         interrupts: &Interrupts,
-    ) -> Option<engram_core::Result<()>> {
-        let guards: SmallVec<[_; 4]> = self
-            .lanes
-            .iter()
-            .map(|lane| lane.reader.get().lock())
-            .collect();
+    ) -> engram_core::Result<()> {
         let mut tables = StepTables::new();
         let mut heads = 0;
-        for ((lane, guard), sinks) in self.lanes.iter().zip(&guards).zip(sinks) {
+        for ((lane, reader), sinks) in self.lanes.iter().zip(entered).zip(sinks) {
             let hash = lane.hash.get().core();
             heads += hash.heads().count();
             tables.push(StepTable {
                 hash,
-                reader: guard.as_ref()?,
+                reader,
                 sinks,
                 pad_id: lane.pad_id,
             });
         }
         let threads = threads_for(heads * step.tokens().len());
-        Some(
-            interrupts
-                .run(|control| gather_step(tables, step, ids, threads, control))
-                .map(drop),
-        )
+        interrupts
+            .run(|control| gather_step(tables, step, ids, threads, control))
+            .map(drop)
     }
 }
 

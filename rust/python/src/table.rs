@@ -77,7 +77,7 @@ pub(crate) fn describe<'py>(
         "files",
         files
             .iter()
-            .map(|file| file.to_string_lossy().into_owned())
+            .map(|file| file.as_os_str())
             .collect::<Vec<_>>(),
     )?;
     Ok(dict)

@@ -6,14 +6,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use engram_core::Error;
 use engram_core::buffer::HostBuffer as CoreBuffer;
 use engram_core::ticket::{Arrived, Order, Ticket as CoreTicket, Waited};
-use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::buffer::{HostBuffer, Output, read_ids};
-use crate::errors::{OrRaise as _, to_py};
+use crate::buffer::{HostBuffer, Ids, Output};
+use crate::errors::{OrRaise as _, to_py, value_error};
 use crate::gather::{Interrupts, Reader};
 
 /// Where the rows of one plane go: memory, offset, stride, bytes of a row, rows.
@@ -58,28 +57,20 @@ pub(crate) fn submit(
     requests: Vec<Item<'_>>,
     deadline: Option<f64>,
 ) -> PyResult<Ticket> {
-    let deadline = Interrupts::new(deadline)?.deadline();
+    let deadline = Interrupts::new(py, deadline)?.deadline();
     let mut orders = Vec::with_capacity(requests.len());
     let mut places = Vec::new();
     let given = requests.iter().filter(|item| item.2.is_some()).count();
     if given != 0 && given != requests.len() {
-        return Err(PyValueError::new_err(
-            "out for some tables and not for others",
-        ));
+        return Err(value_error(py, "out for some tables and not for others"));
     }
     for (reader, ids, planes, pad_id) in requests {
         let mut flat = Vec::new();
-        read_ids(py, &PyBuffer::<i64>::get(&ids)?, &mut flat)?;
+        Ids::new(&ids)?.append_to(py, &mut flat);
         let reader = reader.get();
         if let Some(planes) = planes {
             let plane_bytes = reader.plane_bytes();
-            if planes.len() != plane_bytes.len() {
-                return Err(PyValueError::new_err(format!(
-                    "{} outputs for a table of {} planes",
-                    planes.len(),
-                    plane_bytes.len()
-                )));
-            }
+            reader.require_planes(py, planes.len())?;
             for ((out, offset, stride), &row_bytes) in planes.iter().zip(plane_bytes) {
                 let out = Output::new(out)?;
                 // Refused here rather than by the wait.
@@ -107,7 +98,7 @@ impl Ticket {
     /// was given.
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<HostBuffer>>> {
-        let interrupts = Interrupts::new(timeout)?;
+        let interrupts = Interrupts::new(py, timeout)?;
         let outcome = py.detach(|| {
             let interrupt = || interrupts.attached(|_| Ok(()));
             self.ticket
@@ -116,10 +107,16 @@ impl Ticket {
                 })
         });
         match interrupts.raise(py, outcome)? {
-            Waited::NotYet => Err(PyTimeoutError::new_err(format!(
-                "the rows are not there after {} s; the ticket goes on, and can be waited for again or cancelled",
-                timeout.unwrap_or_default()
-            ))),
+            Waited::NotYet => {
+                let error = Error::Timeout {
+                    message: format!(
+                        "the rows are not there after {} s; the ticket goes on, and can be waited for again or cancelled",
+                        timeout.unwrap_or_default()
+                    ),
+                    place: Box::default(),
+                };
+                Err(to_py(py, &error))
+            }
             Waited::Failed(error) => {
                 self.release();
                 Err(to_py(py, &error))

@@ -39,24 +39,27 @@ impl Batch<'_> {
     /// Bytes that `read` must deliver: all of it, or up to the end of the file where an aligned
     /// read reaches past it.
     pub fn expected(&self, read: &Read) -> u32 {
-        let left = self.files[read.file as usize]
-            .len()
-            .saturating_sub(read.offset);
+        let file = &self.files[read.file as usize];
+        let end = file.cut().unwrap_or_else(|| file.len());
+        let left = end.saturating_sub(read.offset);
         u32::try_from(left).map_or(read.len, |left| left.min(read.len))
     }
 
-    pub(crate) fn check(&self, outstanding: usize) -> Result<()> {
-        (self.interrupt)()?;
-        if self
-            .deadline
-            .is_some_and(|deadline| Instant::now() >= deadline)
-        {
+    /// Looks at the clock; and for an interrupt, where the last look was some time ago. To be
+    /// called whether reads arrive or not: a device that keeps up can keep a caller waiting too.
+    pub(crate) fn check(&self, checked: &mut Instant, outstanding: usize) -> Result<()> {
+        let now = Instant::now();
+        if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Err(Error::Timeout {
                 message: format!("timed out with {outstanding} reads not complete"),
                 place: Box::default(),
             });
         }
-        Ok(())
+        if now.duration_since(*checked) < INTERRUPT_PERIOD {
+            return Ok(());
+        }
+        *checked = now;
+        (self.interrupt)()
     }
 }
 
@@ -145,6 +148,10 @@ impl Progress {
 /// The error for a read that failed or ended early, `filled` bytes into it.
 pub(crate) fn read_error(file: &OpenFile, read: &Read, filled: u32, errno: Option<i32>) -> Error {
     let offset = read.offset + u64::from(filled);
+    if errno.is_none() {
+        // The look at its size notes that it was cut, unless it only looked so for a moment.
+        drop(file.is_whole());
+    }
     let doing = if errno.is_some() {
         "cannot read rows".to_owned()
     } else {

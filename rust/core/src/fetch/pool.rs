@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use super::{Batch, Cost, Fetch, INTERRUPT_PERIOD, Next, Progress, read_error};
 use crate::buffer::HostBuffer;
@@ -191,13 +192,14 @@ fn collect(
     let mut cost = Cost::default();
     let mut left = batch.reads.len();
     let mut busy = true;
+    let mut checked = Instant::now();
     while left > 0 {
+        batch.check(&mut checked, left)?;
         let delivery = if busy {
             match deliveries.try_recv() {
                 Ok(delivery) => Some(delivery),
                 Err(TryRecvError::Empty) => {
                     busy = idle();
-                    batch.check(left)?;
                     continue;
                 }
                 Err(TryRecvError::Disconnected) => None,
@@ -205,10 +207,7 @@ fn collect(
         } else {
             match deliveries.recv_timeout(INTERRUPT_PERIOD) {
                 Ok(delivery) => Some(delivery),
-                Err(RecvTimeoutError::Timeout) => {
-                    batch.check(left)?;
-                    continue;
-                }
+                Err(RecvTimeoutError::Timeout) => continue,
                 Err(RecvTimeoutError::Disconnected) => None,
             }
         };
@@ -304,8 +303,12 @@ mod tests {
     fn run(fake: Fake, deadline: Option<Instant>) -> Result<Vec<(u64, Vec<u8>)>> {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&vec![0; 100_000]).unwrap();
-        let open =
-            OpenFile::open(&CheckpointFile::of(file.path()).unwrap(), Mapping::Never).unwrap();
+        let open = OpenFile::open(
+            &CheckpointFile::of(file.path()).unwrap(),
+            Mapping::Never,
+            true,
+        )
+        .unwrap();
         let reads: Vec<_> = (0..100_u32)
             .map(|index| Read {
                 file: 0,

@@ -23,6 +23,7 @@ use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd as _;
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode};
@@ -249,6 +250,7 @@ impl Ring {
         let mut next = 0;
         let mut left = batch.reads.len();
         let mut busy = true;
+        let mut checked = Instant::now();
         while left > 0 {
             while next < batch.reads.len() {
                 let Some(slot) = self.free.pop() else { break };
@@ -275,7 +277,9 @@ impl Ring {
             }
             if !arrived {
                 busy = busy && idle();
-                batch.check(left)?;
+            }
+            if left > 0 {
+                batch.check(&mut checked, left)?;
             }
         }
         Ok(cost)

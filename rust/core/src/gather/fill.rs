@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 
+use super::proof;
 use super::sweep::{Deferred, Rest, is_resident, sweep};
 use super::{Belief, Control, Lane, Lanes, Report, Request};
 use crate::error::{Error, Result};
@@ -25,25 +26,36 @@ const WORTH: usize = 8;
 /// From this many rows on, probing is shared among threads.
 const PARALLEL_PROBE: usize = 512;
 
+/// Reads that do not wait between two looks at the clock.
+const READS_PER_CHECK: usize = 256;
+
 /// Readers that are read in the same way share one round of reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Way {
+pub(super) struct Way {
     advised: bool,
     engine: Engine,
     alignment: Option<u64>,
 }
 
 impl Way {
-    fn of(reader: &Reader) -> Self {
-        let mode = reader.mode();
+    pub(super) fn of(lane: &Lane<'_>) -> Self {
+        let mode = lane.reader.mode();
         Self {
-            advised: mode.asked == Io::Mmap,
+            advised: lane.advised,
             engine: mode.engine,
             alignment: mode.direct,
         }
     }
 
-    fn coalesce(self) -> Coalesce {
+    /// The same without advice: rows are read.
+    pub(super) fn by_reads(self) -> Self {
+        Self {
+            advised: false,
+            ..self
+        }
+    }
+
+    pub(super) fn coalesce(self) -> Coalesce {
         self.alignment
             .map_or_else(Coalesce::page_cache, Coalesce::direct)
     }
@@ -57,16 +69,13 @@ pub(super) fn fill(
     started: Instant,
     report: &mut Report,
 ) -> Result<()> {
-    let files: Vec<Arc<OpenFile>> = requests
-        .iter()
-        .flat_map(|request| request.reader.files().iter().cloned())
-        .collect();
+    let files = files(requests);
     probe(lanes, rests)?;
     let rests = &*rests;
     let mut deferred = Deferred::new(rests);
     let mut ways: Vec<Way> = Vec::new();
     for rest in rests.iter().filter(|rest| !rest.missing.is_empty()) {
-        let way = Way::of(lanes[rest.lane].reader);
+        let way = Way::of(&lanes[rest.lane]);
         if !ways.contains(&way) {
             ways.push(way);
         }
@@ -75,7 +84,7 @@ pub(super) fn fill(
         let mut wants = Vec::new();
         for rest in rests
             .iter()
-            .filter(|rest| Way::of(lanes[rest.lane].reader) == way)
+            .filter(|rest| Way::of(&lanes[rest.lane]) == way)
         {
             wants.extend(
                 rest.missing
@@ -95,18 +104,30 @@ pub(super) fn fill(
             way,
             control,
         };
-        if way.advised {
+        // A copy that may wait for a device cannot keep a deadline; a read can.
+        if way.advised && control.deadline.is_none() {
             round.advise_and_copy()?;
         } else {
             round.fetch(&mut deferred, report)?;
         }
     }
     // Whatever copying the reads left no time for.
-    while deferred.step(lanes) {}
+    let mut checked = started;
+    while deferred.step(lanes) {
+        control.check(&mut checked)?;
+    }
     Ok(())
 }
 
-fn want(lanes: &[Lane<'_>], index: usize, position: u32) -> Want {
+/// The files of all requests, as [`Want::file`] counts them.
+pub(super) fn files(requests: &[Request<'_, '_>]) -> Vec<Arc<OpenFile>> {
+    requests
+        .iter()
+        .flat_map(|request| request.reader.files().iter().cloned())
+        .collect()
+}
+
+pub(super) fn want(lanes: &[Lane<'_>], index: usize, position: u32) -> Want {
     let lane = &lanes[index];
     let span = lane.plane.span(lane.ids[position as usize].cast_unsigned());
     Want {
@@ -164,7 +185,7 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
     Ok(())
 }
 
-fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
+pub(super) fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
     report.fetched += plan.copies.len() as u64;
     report.unique_fetched += plan.unique;
     for read in &plan.reads {
@@ -210,12 +231,12 @@ pub(super) fn engine(_reader: &Reader) -> Result<Box<dyn Fetch>> {
 }
 
 /// One round of reads.
-struct Round<'r> {
-    lanes: &'r [Lane<'r>],
-    plan: &'r Plan,
-    files: &'r [Arc<OpenFile>],
-    way: Way,
-    control: &'r Control<'r>,
+pub(super) struct Round<'r> {
+    pub(super) lanes: &'r [Lane<'r>],
+    pub(super) plan: &'r Plan,
+    pub(super) files: &'r [Arc<OpenFile>],
+    pub(super) way: Way,
+    pub(super) control: &'r Control<'r>,
 }
 
 impl Round<'_> {
@@ -223,14 +244,18 @@ impl Round<'_> {
     /// which waits where the device has not delivered yet.
     fn advise_and_copy(&self) -> Result<()> {
         let started = Instant::now();
-        for read in &self.plan.reads {
+        let mut checked = started;
+        for (index, read) in self.plan.reads.iter().enumerate() {
+            if index % READS_PER_CHECK == 0 {
+                self.control.check(&mut checked)?;
+            }
             // Advice is a hint; without it the copy faults.
             drop(self.files[read.file as usize].will_need(read.offset, u64::from(read.len)));
         }
         let lanes: Lanes<'_> = self
             .lanes
             .iter()
-            .filter(|lane| Way::of(lane.reader) == self.way)
+            .filter(|lane| Way::of(lane) == self.way)
             .map(|lane| Lane {
                 belief: Belief::All,
                 ..*lane
@@ -247,13 +272,16 @@ impl Round<'_> {
         Ok(())
     }
 
-    fn fetch(&self, deferred: &mut Deferred<'_>, report: &mut Report) -> Result<()> {
+    pub(super) fn fetch(&self, deferred: &mut Deferred<'_>, report: &mut Report) -> Result<()> {
         let started = Instant::now();
+        if self.files.iter().any(|file| file.cut().is_some()) {
+            proof::refuse_cut(self.lanes)?;
+        }
         let direct = self.way.alignment.is_some();
         let mut reads = &self.plan.reads[..];
         let mut left = Vec::new();
         if self.way.engine == Engine::Pool && !direct {
-            self.read_cached(&mut left);
+            self.read_cached(&mut left, started)?;
             reads = &left;
         }
         let batch = Batch {
@@ -265,20 +293,34 @@ impl Round<'_> {
         };
         let mut done = |index: usize, bytes: &[u8]| self.deliver(&reads[index], bytes);
         let mut idle = || deferred.step(self.lanes);
-        let outcome = if reads.is_empty() {
-            Ok(Cost::default())
-        } else {
-            engine(self.reader())?.fetch(&batch, &mut done, &mut idle)
-        };
-        let cost = outcome.map_err(|error| self.locate(error))?;
+        let mut cost = Cost::default();
+        while !reads.is_empty() {
+            let left = self.bytes_left();
+            match engine(self.reader())?.fetch(&batch, &mut done, &mut idle) {
+                Ok(taken) => {
+                    cost = taken;
+                    break;
+                }
+                // A file was found cut short. Where the rows lie before the cut, the read only
+                // reached past it, and comes out whole once it is known to end there.
+                Err(_) if self.bytes_left() < left => proof::refuse_cut(self.lanes)?,
+                Err(error) => return Err(self.locate(error)),
+            }
+        }
         report.reads += cost.reads;
         report.bytes_read += cost.bytes;
         self.charge(reads, cost, started);
         Ok(())
     }
 
+    /// Bytes of the files that were not found cut off.
+    fn bytes_left(&self) -> u64 {
+        let left = |file: &Arc<OpenFile>| file.cut().unwrap_or_else(|| file.len());
+        self.files.iter().map(left).sum()
+    }
+
     /// Serves what the page cache holds with reads that do not wait, before any thread is woken.
-    fn read_cached(&self, left: &mut Vec<Read>) {
+    fn read_cached(&self, left: &mut Vec<Read>, mut checked: Instant) -> Result<()> {
         let longest = self
             .plan
             .reads
@@ -288,11 +330,18 @@ impl Round<'_> {
             .unwrap_or(0);
         let mut slot = vec![0; longest];
         let mut refused = false;
-        for read in &self.plan.reads {
+        for (index, read) in self.plan.reads.iter().enumerate() {
+            if refused {
+                left.push(read.clone());
+                continue;
+            }
+            if index % READS_PER_CHECK == 0 {
+                self.control.check(&mut checked)?;
+            }
             let slot = &mut slot[..read.len as usize];
             let file = &self.files[read.file as usize];
             match file.read_cached_at(slot, read.offset) {
-                Ok(bytes) if !refused && bytes == slot.len() => self.deliver(read, slot),
+                Ok(bytes) if bytes == slot.len() => self.deliver(read, slot),
                 Err(error)
                     if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
                 {
@@ -302,6 +351,7 @@ impl Round<'_> {
                 _ => left.push(read.clone()),
             }
         }
+        Ok(())
     }
 
     /// Scatters the bytes of one read, and notes that its pages are in memory now.
@@ -325,7 +375,7 @@ impl Round<'_> {
         let lane = self
             .lanes
             .iter()
-            .find(|lane| Way::of(lane.reader) == self.way);
+            .find(|lane| Way::of(lane).engine == self.way.engine);
         lane.unwrap_or(&self.lanes[0]).reader
     }
 
@@ -346,11 +396,7 @@ impl Round<'_> {
         }
         let elapsed = started.elapsed();
         let mut previous: Option<&Reader> = None;
-        for lane in self
-            .lanes
-            .iter()
-            .filter(|lane| Way::of(lane.reader) == self.way)
-        {
+        for lane in self.lanes.iter().filter(|lane| Way::of(lane) == self.way) {
             if previous.is_none_or(|reader| !std::ptr::eq(reader, lane.reader)) {
                 lane.reader.stats().fetch.record(elapsed);
                 lane.reader.stats().depth.raise(cost.depth);

@@ -1,13 +1,14 @@
 //! First step: copy what is believed resident, collect the rest.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Belief, CHECK_PERIOD, Control, Lane};
+use super::{Belief, Control, Lane};
 use crate::crew;
 use crate::cuts::Cuts;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::map::{self, RowAddress};
 
 /// Rows handled together: enough to overlap their memory latencies, few enough for registers and
@@ -70,7 +71,7 @@ pub(super) fn sweep(
     };
     let mut checked = started;
     crew::run(tasks.len(), threads - 1, &work, || {
-        check(control, &mut checked)
+        control.check(&mut checked)
     })?;
     let mut rests = rests.into_inner().unwrap_or_else(PoisonError::into_inner);
     // Threads finish in any order; the plan sorts, but reports and errors should not depend on it.
@@ -84,7 +85,7 @@ fn sweep_here(lanes: &[Lane<'_>], control: &Control<'_>, started: Instant) -> Re
     for (index, lane) in lanes.iter().enumerate() {
         for range in chunks(lane.ids.len()) {
             rests.extend(sweep_range(lanes, index, range, control.deadline.is_some()));
-            check(control, &mut checked)?;
+            control.check(&mut checked)?;
         }
     }
     Ok(rests)
@@ -94,22 +95,6 @@ fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len)
         .step_by(CHUNK)
         .map(move |start| start..(start + CHUNK).min(len))
-}
-
-fn check(control: &Control<'_>, checked: &mut Instant) -> Result<()> {
-    let now = Instant::now();
-    if now.duration_since(*checked) < CHECK_PERIOD {
-        return Ok(());
-    }
-    *checked = now;
-    (control.interrupt)()?;
-    match control.deadline {
-        Some(deadline) if now >= deadline => Err(Error::Timeout {
-            message: "timed out while copying resident rows".to_owned(),
-            place: Box::default(),
-        }),
-        _ => Ok(()),
-    }
 }
 
 /// Sweeps `range` of one lane. Rows are copied as they are found resident; from the first block with
@@ -139,6 +124,7 @@ fn sweep_range(
         copied: 0,
         rest: None,
     };
+    begin_counting();
     let begun = Instant::now();
     let mut before = begun;
     for start in range.clone().step_by(STRIP) {
@@ -299,10 +285,20 @@ fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize) -> bool {
     faults > 0
 }
 
-/// Major faults of this thread since the last look; 0 at the first.
+thread_local! {
+    /// Major faults of this thread when they were last looked at.
+    static SEEN: Cell<Option<i64>> = const { Cell::new(None) };
+}
+
+/// Notes how many major faults this thread has had before its first sweep.
+fn begin_counting() {
+    if SEEN.get().is_none() {
+        SEEN.set(Some(map::major_faults()));
+    }
+}
+
+/// Major faults of this thread since the last look.
 fn new_major_faults() -> u64 {
-    use std::cell::Cell;
-    thread_local!(static SEEN: Cell<Option<i64>> = const { Cell::new(None) });
     let now = map::major_faults();
     let seen = SEEN.replace(Some(now)).unwrap_or(now);
     u64::try_from(now - seen).unwrap_or(0)

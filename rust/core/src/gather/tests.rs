@@ -13,15 +13,15 @@ use crate::reader::{Advice, Located, Options};
 use crate::table::{Encoding, Family, Piece, PlaneName, Table};
 
 /// A table on disk: planes of the given row lengths, cut into pieces over several files.
-struct Fixture {
+pub(super) struct Fixture {
     _directory: tempfile::TempDir,
-    paths: Vec<PathBuf>,
-    table: Table,
+    pub(super) paths: Vec<PathBuf>,
+    pub(super) table: Table,
 }
 
 impl Fixture {
     /// `pieces` gives, per piece, its rows and the junk bytes before it in its file.
-    fn new(row_bytes: &[usize], pieces: &[(u64, usize)], files: usize) -> Self {
+    pub(super) fn new(row_bytes: &[usize], pieces: &[(u64, usize)], files: usize) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let paths: Vec<PathBuf> = (0..files)
             .map(|file| directory.path().join(file.to_string()))
@@ -69,7 +69,7 @@ impl Fixture {
         }
     }
 
-    fn open(&self, io: Io) -> Option<Reader> {
+    pub(super) fn open(&self, io: Io) -> Option<Reader> {
         let files = self
             .paths
             .iter()
@@ -85,6 +85,7 @@ impl Fixture {
             Located {
                 table: self.table.clone(),
                 files,
+                shadowed: Vec::new(),
             },
             options,
         ) {
@@ -107,7 +108,7 @@ impl Fixture {
     }
 
     /// The oracle: seek, read.
-    fn naive(&self, plane: usize, id: i64, pad_id: Option<i64>) -> Vec<u8> {
+    pub(super) fn naive(&self, plane: usize, id: i64, pad_id: Option<i64>) -> Vec<u8> {
         let plane = &self.table.planes[plane];
         let mut row = vec![0; plane.row_bytes()];
         if Some(id) != pad_id {
@@ -127,7 +128,7 @@ impl Fixture {
         row
     }
 
-    fn gather(
+    pub(super) fn gather(
         &self,
         reader: &Reader,
         ids: &[i64],
@@ -158,7 +159,7 @@ impl Fixture {
         Ok((out, report))
     }
 
-    fn assert_equal(&self, out: &[Vec<u8>], ids: &[i64], pad_id: Option<i64>) {
+    pub(super) fn assert_equal(&self, out: &[Vec<u8>], ids: &[i64], pad_id: Option<i64>) {
         for (plane, out) in out.iter().enumerate() {
             let length = self.table.planes[plane].row_bytes();
             for (position, &id) in ids.iter().enumerate() {
@@ -407,7 +408,9 @@ fn a_truncated_file_is_an_error_that_names_the_row() {
             "{io:?}: {error}"
         );
         assert!(place.path.as_ref().is_some_and(|named| named == path) && place.offset.is_some());
+        fixture.assert_equal(&fixture.gather(&reader, &[0], None).unwrap().0, &[0], None);
         fs::write(path, whole).unwrap();
+        let reader = fixture.open(io).unwrap();
         let (out, _) = fixture.gather(&reader, &[0, 2999], None).unwrap();
         fixture.assert_equal(&out, &[0, 2999], None);
     }
@@ -433,4 +436,31 @@ fn modes_can_follow_one_another_on_the_same_ring() {
         let (out, _) = fixture.gather(reader, ids, None).unwrap();
         fixture.assert_equal(&out, ids, None);
     }
+}
+
+/// Pages that went away behind engram's back cost faults once; then beliefs are checked, and rows
+/// are read with many reads in flight again.
+#[test]
+fn wrong_beliefs_are_noticed_and_corrected() {
+    let fixture = Fixture::new(&[160], &[(40_000, 7)], 1);
+    let reader = fixture.open(Io::Auto).unwrap();
+    let ids: Vec<i64> = (0..1500).map(|index| index * 7919 % 40_000).collect();
+    fixture.drop_cache();
+    fixture.gather(&reader, &ids, None).unwrap();
+    // The rows were read, not mapped, so the page cache lets go of them.
+    fixture.drop_cache();
+    let (out, _) = fixture.gather(&reader, &ids, None).unwrap();
+    fixture.assert_equal(&out, &ids, None);
+    if reader.stats().major_faults.get() == 0 {
+        return; // This filesystem keeps what it was told to drop (tmpfs), or faults were too fast.
+    }
+    assert!(reader.verifies());
+    let map = reader.files()[0].map().unwrap();
+    map.trim(0..map.len()).unwrap();
+    fixture.drop_cache();
+    let faults = reader.stats().major_faults.get();
+    let (out, report) = fixture.gather(&reader, &ids, None).unwrap();
+    fixture.assert_equal(&out, &ids, None);
+    assert!(report.fetched > 1000, "denied beliefs are read: {report:?}");
+    assert_eq!(reader.stats().major_faults.get(), faults);
 }

@@ -1,8 +1,8 @@
 //! Row ids from token ids, bit for bit as the models were trained with.
 //!
 //! Three families of models address n-gram tables by hashing the last few tokens. Each has its
-//! constants and its reading of a token; what they share is in [`walk`] (windows over requests),
-//! [`heads`] (the modulo into each head's rows) and, for the two that mix by multiply and XOR, [`mix`].
+//! constants and its reading of a token; what they share is in `walk` (windows over requests),
+//! `heads` (the modulo into each head's rows) and, for the two that mix by multiply and XOR, `mix`.
 //!
 //! ```text
 //! step -> walk -> { qwen | deepseek | longcat } -> heads -> ids [tokens, heads]

@@ -187,11 +187,11 @@ fn cancelling_ends_a_ticket_in_line_at_once_and_drops_its_hold_on_the_reader() {
     let jam = Jam::new();
     let ticket = Ticket::submit(vec![order(&reader, &[1])], None, false).unwrap();
     assert!(!ticket.done().unwrap());
-    assert_eq!(reader.tickets().taken(), 1);
+    assert_eq!(reader.tickets().count(), 1);
     assert!(ticket.cancel());
     assert!(!ticket.cancel());
     assert!(matches!(*error_of(&ticket), Error::Cancelled));
-    assert_eq!(reader.tickets().taken(), 0);
+    assert_eq!(reader.tickets().count(), 0);
     drop(jam);
 }
 
@@ -202,9 +202,9 @@ fn a_dropped_ticket_is_cancelled() {
     let (reader, _) = open(&folder, Io::Auto);
     let jam = Jam::new();
     let ticket = Ticket::submit(vec![order(&reader, &[1])], None, false).unwrap();
-    assert_eq!(reader.tickets().taken(), 1);
+    assert_eq!(reader.tickets().count(), 1);
     drop(ticket);
-    assert_eq!(reader.tickets().taken(), 0);
+    assert_eq!(reader.tickets().count(), 0);
     drop(jam);
     drain(&reader, &|| Ok(())).unwrap();
 }

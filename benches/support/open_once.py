@@ -1,0 +1,53 @@
+"""A fresh process that opens a checkpoint; `opening.py` starts it with a task as JSON."""
+
+import gc
+import json
+import sys
+import time
+
+import safetensors
+import safetensors.numpy
+from kernel import memory_of_process
+
+import engram
+
+
+def by_engram(task: dict) -> object:
+    return engram.FileGather(task["checkpoint"])
+
+
+def by_safetensors(files: list[str]) -> object:
+    handles = []
+    for file in files:
+        handle = safetensors.safe_open(file, framework="np")
+        list(handle.keys())
+        handles.append(handle)
+    return handles
+
+
+def main(task: dict) -> dict:
+    gc.disable()
+    if task.get("memory"):
+        before = memory_of_process()
+        opened = by_engram(task)
+        after = memory_of_process()
+        del opened
+        return {name: after[name] - before[name] for name in after}
+    ways = [
+        ("engram", lambda: by_engram(task)),
+        ("all", lambda: by_safetensors(task["all"])),
+        ("held", lambda: by_safetensors(task["held"])),
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name, _ in ways}
+    for turn in range(task["turn"], task["turn"] + task["repeats"] + 1):
+        for place in range(len(ways)):
+            name, run = ways[(place + turn) % len(ways)]
+            begin = time.perf_counter()
+            opened = run()
+            seconds[name].append(time.perf_counter() - begin)
+            del opened
+    return seconds
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -1,0 +1,50 @@
+"""Arguments as callers write them, checked and in the form the native half takes."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from typing import Any
+
+from engram._errors import placed
+
+
+def path_text(path: Any) -> str:
+    """A path as text that `os.fsencode` turns back into the same bytes.
+
+    Raises:
+        TypeError: Not a path.
+        ValueError: It contains a NUL byte, which no file name can.
+    """
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise placed(
+            TypeError(f"a path is a str, bytes or os.PathLike, not {type(path).__name__}")
+        ) from None
+    if "\0" in text:
+        raise placed(ValueError(f"the path {text!r} contains a NUL byte"))
+    return text
+
+
+def whole_number(name: str, value: Any, *, least: int = 1) -> int:
+    """An integer of at least `least` that the native half can hold.
+
+    Raises:
+        ValueError: Anything else; `name` says which argument it was.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise placed(ValueError(f"{name}={value!r} must be an integer"))
+    if not least <= number <= sys.maxsize:
+        raise placed(ValueError(f"{name}={number} must be from {least} to {sys.maxsize}"))
+    return number
+
+
+def optional_number(name: str, value: Any) -> int | None:
+    """As `whole_number`; None stays None."""
+    return None if value is None else whole_number(name, value)

@@ -1,0 +1,308 @@
+"""The benchmarks run, check what they read, and say what they cannot do here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+import engram
+from engram import _engram, synth
+
+BENCHES = Path(__file__).parents[1] / "benches"
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not BENCHES.is_dir(),
+    reason="benchmarks ask the Linux kernel about its page cache, and are not in a wheel",
+)
+HAS_BARE = hasattr(_engram, "bench_uring")
+QUICK = ["--quick", "--size", "16MiB", "--rows", "16,4096", "--seconds", "0"]
+CONFIG = {"ngram_vocab_size_base": 1000, "vocab_size": 248_320, "eos_token_id": 248_044}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("benches")
+
+
+@pytest.fixture
+def support(monkeypatch):
+    """Imports a module as the benchmarks do."""
+    monkeypatch.syspath_prepend(BENCHES)
+    return importlib.import_module
+
+
+def run(script: str, directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHES / f"{script}.py"), *map(str, arguments)]
+    environment = {**os.environ, "ENGRAM_BENCH_DIR": str(directory)}
+    paths = [str(Path(engram.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=200, env=environment
+    )
+
+
+def measured(script: str, directory: Path, *arguments: object) -> dict:
+    """Runs a benchmark and returns its JSON."""
+    result = directory / f"{script}.json"
+    given = [*QUICK, "--json", result, "--plot", directory / f"{script}.png", *arguments]
+    if not HAS_BARE:
+        given.append("--without-bare")
+    told = run(script, directory, *given)
+    assert told.returncode == 0, told.stderr + told.stdout
+    assert "rows checked, 0 wrong" in told.stdout
+    document = json.loads(result.read_text())
+    assert document["version"] == 1
+    for key in ("machine", "memory", "kernel", "load", "versions", "table", "file system"):
+        assert document["machine"][key]
+    for entry in document["measurements"]:
+        assert entry["rows_wrong"] == 0
+        assert entry["seconds"]["median"] > 0
+        bare = entry["method"].startswith("bare io_uring")
+        assert (
+            bare
+            or entry["rows_checked"] == entry["calls"] * entry["rows"]
+            or ("only missing" in entry["method"])
+        )
+    return document
+
+
+def methods(document: dict, **wanted: object) -> set[str]:
+    return {
+        entry["method"]
+        for entry in document["measurements"]
+        if all(entry[key] == value for key, value in wanted.items())
+    }
+
+
+def test_warm(directory):
+    document = measured("warm", directory, "--section", "rows", "--ids", "uniform")
+    assert document["machine"]["resident after"] == "100.00%"
+    bare = {"bare copy loop"} if HAS_BARE else set()
+    everywhere = {"engram", "np.take", "engram, io='mmap'", "32 threads over a map"} | bare
+    assert everywhere <= methods(document, rows=4096)
+    assert everywhere <= methods(document, rows=16)
+    figures = {figure["name"] for figure in document["figures"]}
+    assert "warm, uniform ids, 16 rows: engram / np.take" in figures
+    assert "warm, uniform ids, 4,096 rows: engram / np.take" in figures
+
+
+def test_opening(directory):
+    pytest.importorskip("safetensors")
+    told = run("warm", directory, *QUICK, "--section", "open", "--json", directory / "o.json")
+    assert told.returncode == 0, told.stderr
+    opening = json.loads((directory / "o.json").read_text())["opening"]
+    assert (opening["pieces"], opening["files"]) == (128, 131)
+    assert set(opening["seconds_first"]) == {"engram", "all", "held"}
+    assert 0 < opening["memory"][0]["resident"] < 64 << 20
+
+
+def test_cold(directory):
+    document = measured("cold", directory, "--ids", "uniform", "--fio-seconds", 0)
+    assert document["machine"]["resident after dropping"] == "0.00%"
+    assert document["machine"]["left in memory after a drop"].startswith("at most 0 B")
+    cold = [entry for entry in document["measurements"] if entry["rows"] == 4096]
+    for entry in cold:
+        # 4,096 rows of 160 bytes cannot come from fewer bytes, whoever reads them.
+        if entry["method"] in ("engram", "engram, io='uring'", "engram, io='mmap'", "np.take"):
+            assert entry["bytes_read_per_call"] > 2 << 20
+    if HAS_BARE:
+        assert "bare io_uring" in methods(document)
+    pages = [figure for figure in document["figures"] if "pages read" in figure["name"]]
+    assert len(pages) == 2
+    assert all(figure["met"] for figure in pages)
+
+
+def test_mixed(directory):
+    document = measured("mixed", directory, "--section", "resident", "--ids", "uniform")
+    for share in (25, 50, 75):
+        state = f"{share}% resident"
+        assert {"engram", "engram, just opened"} <= methods(document, state=state, rows=4096)
+        before = float(document["machine"][f"{state}, uniform ids"].split("%")[0])
+        assert before == pytest.approx(share, abs=3)
+        by_name = {
+            entry["method"]: entry["bytes_read_per_call"]
+            for entry in document["measurements"]
+            if (entry["state"], entry["rows"]) == (state, 4096)
+        }
+        # What is resident is not read again, known or not.
+        assert by_name["engram, just opened"] < 1.3 * by_name["engram, only missing"]
+
+
+def test_memory_and_limits(directory, support):
+    document = measured("mixed", directory, "--section", "memory")
+    assert document["memory"]["grown"] > 0
+    document = measured("mixed", directory, "--section", "limit", "--cgroup", directory / "none")
+    assert any("no control group" in note for note in document["notes"])
+    groups = support("support.control_group")
+    fake = directory / "group"
+    fake.mkdir()
+    (fake / "cgroup.controllers").write_text("memory\n")
+    with groups.limited(4096, fake) as group:
+        assert group.path.parent == fake
+        assert (group.path / "memory.max").read_text() == "4096"
+        group.join()
+        assert (group.path / "cgroup.procs").read_text() == str(os.getpid())
+        for path in group.path.iterdir():
+            path.unlink()
+    assert not group.path.exists()
+
+
+def test_wrong_rows_fail_the_run(directory):
+    broken = synth.write(directory / "broken", "qwen", size=4 << 20, parts=1, files=1, dtype="fp8")
+    piece = broken.tables[0].planes[0].pieces[0]
+    with broken.files[0].open("r+b") as file:
+        file.seek(piece.offset)
+        file.write(bytes(piece.rows * broken.tables[0].row_bytes))
+    arguments = ["--section", "memory", "--checkpoint", broken.directory, "--without-bare"]
+    told = run("mixed", directory, *QUICK, *arguments, "--json", directory / "w.json")
+    assert told.returncode == 1
+    assert "4,096 rows checked, 4,096 wrong" in told.stdout
+
+
+def test_bare_loops_are_asked_for(support, monkeypatch):
+    bare = support("support.bare")
+    monkeypatch.delattr(_engram, "bench_copy", raising=False)
+    with pytest.raises(SystemExit, match="--features bench"):
+        bare.require(without=False)
+    assert bare.require(without=True) is False
+
+
+def test_a_checkpoint_is_made_once_and_again_when_it_differs(support, tmp_path, capsys):
+    options = support("support.options")
+    arguments = ["--dir", str(tmp_path), "--size", "1MiB"]
+    chosen = options.parsed(options.parser("", seconds=1), arguments)
+    info = options.checkpoint(chosen)
+    assert "writing" in capsys.readouterr().err
+    assert options.checkpoint(chosen) == info
+    assert capsys.readouterr().err == ""
+    with info.files[0].open("r+b") as file:
+        file.truncate(100)
+    assert options.checkpoint(chosen) == info
+    assert "writing" in capsys.readouterr().err
+    ids = np.arange(50)
+    with engram.FileGather(info.directory) as gather:
+        rows = gather.gather(ids, out=np.empty((50, 160), np.uint8))
+    assert np.array_equal(rows, info.tables[0].expected(ids)["weight"])
+
+
+def test_pages_are_made_resident_and_dropped_one_by_one(support, tmp_path):
+    kernel = support("support.kernel")
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(4096 * 900 + 5))
+    engram.drop_cache(path)
+    pages = kernel.FilePages(path)
+    assert pages.count == 901
+    assert not pages.resident().any()
+    chosen = np.flatnonzero(np.random.default_rng(0).random(901) < 0.3)
+    kernel.make_resident(path, chosen)
+    assert np.array_equal(np.flatnonzero(pages.resident()), chosen)
+    assert np.array_equal(pages.resident(10, 20), pages.resident()[10:30])
+    kernel.drop_pages(path, chosen[::2])
+    assert np.array_equal(np.flatnonzero(pages.resident()), chosen[1::2])
+    kernel.make_resident(path, np.array([900]))
+    assert pages.resident()[900]
+
+
+def test_figures_decide_the_exit_status_only_when_strict(support, tmp_path, capsys):
+    options, report = support("support.options"), support("support.report")
+    for strict, status in ((False, 0), (True, 1)):
+        arguments = ["--json", str(tmp_path / "r.json"), *(["--strict"] if strict else [])]
+        chosen = options.parsed(options.parser("", seconds=1), arguments)
+        made = report.Report("try", chosen)
+        made.figure("small enough", 1.0, at_most=1.0)
+        made.figure("large enough", 1.0, at_least=1.0)
+        assert made.finish() == 0
+        made.figure("too small", 0.99, at_least=1.0)
+        assert made.finish() == status
+        assert "MISSED" in capsys.readouterr().out
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert [figure["met"] for figure in document["figures"]] == [True, True, False]
+
+
+# text
+
+
+def trace_of(support, documents: list[list[int]]):
+    text_trace = support("text_trace")
+    tokens = np.concatenate([np.array(document, np.int32) for document in documents])
+    starts = np.concatenate([[0], np.cumsum([len(document) for document in documents])])
+    return text_trace, text_trace.TextTrace(tokens, starts, "", {})
+
+
+def test_row_ids_of_windows_are_those_of_whole_documents(support):
+    generator = np.random.default_rng(4)
+    documents = [generator.integers(0, 1000, length).tolist() for length in (1, 7, 2, 30)]
+    text_trace, trace = trace_of(support, documents)
+    config = synth.plan("qwen", rows=20_000).config
+    row_ids = text_trace.RowIds(trace, config)
+    rule = text_trace.QwenHash(text_trace.RELEASED)
+    whole = np.concatenate([rule.ids(np.array(document)) for document in documents])
+    for first in range(40):
+        for last in range(first + 1, 41):
+            assert np.array_equal(row_ids.released(first, last), whole[first:last])
+    table = text_trace.QwenHash(config)
+    folded = row_ids.folded(0, 40)
+    offsets, sizes = np.array(table.head_offsets), np.array(table.head_sizes)
+    assert ((folded >= offsets) & (folded < offsets + sizes)).all()
+    released = whole - np.array(rule.head_offsets)
+    assert np.array_equal(folded - offsets, released % sizes)
+    batch = next(row_ids.batches(100, generator))
+    assert batch.shape == (100,)
+    assert batch.dtype == np.int64
+
+
+def test_the_trace_is_cached_and_made_again_when_damaged(support, tmp_path, monkeypatch):
+    text_trace = support("text_trace")
+    made = (np.arange(50, dtype="<i4"), np.array([0, 20, 50], "<i8"))
+    monkeypatch.setattr(text_trace, "_tokenised", lambda limit: made)
+    monkeypatch.setattr(text_trace, "_versions", lambda: {"python": "3"})
+    said: list[str] = []
+    trace = text_trace.load(tmp_path, say=said.append)
+    data = b"".join(part.tobytes() for part in made)
+    assert trace.sha256 == hashlib.sha256(data).hexdigest()
+    assert f"50 tokens in 2 documents, sha256 {trace.sha256} (python 3)" in str(trace)
+    assert len(said) == 2
+    again = text_trace.load(tmp_path, say=said.append)
+    assert (len(said), again.sha256) == (2, trace.sha256)
+    (home,) = tmp_path.iterdir()
+    np.save(home / "tokens.npy", trace.tokens + 1)
+    repaired = text_trace.load(tmp_path, say=said.append)
+    assert len(said) == 4
+    assert np.array_equal(repaired.tokens, trace.tokens)
+    assert len(text_trace.load(tmp_path, limit=9, say=said.append).tokens) == 50
+    assert len(said) == 6, "a limit makes another trace"
+
+
+def test_real_text(support, tmp_path):
+    pytest.importorskip("mistral_common", reason="the text needs its vocabulary")
+    pytest.importorskip("transformers")
+    text_trace = support("text_trace")
+    paths = text_trace.sources()
+    assert len(paths) == len(set(paths))
+    assert len(paths) > 1000
+    assert all(path.suffix == ".py" and path.stat().st_size < 400_000 for path in paths)
+    assert [path.as_posix() for path in paths] != sorted(path.as_posix() for path in paths)
+    trace = text_trace.load(tmp_path, limit=500)
+    assert len(trace.tokens) >= 500
+    assert trace.starts[0] == 0
+    assert trace.starts[-1] == len(trace.tokens)
+    assert 1000 <= trace.tokens.min() < trace.tokens.max() < 131_072, "special tokens or none"
+
+
+def test_text_says_what_it_needs(support, monkeypatch, tmp_path):
+    text_trace = support("text_trace")
+
+    def absent(name):
+        raise text_trace.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(text_trace.importlib.metadata, "version", absent)
+    with pytest.raises(text_trace.Unavailable, match=r"engram-gather\[bench\]"):
+        text_trace.load(tmp_path)

@@ -1,0 +1,250 @@
+"""`engram bench`, and the other readers it compares with."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+import engram
+from engram import synth
+from engram.cli import baselines, bench, measured, page_cache, timing
+from engram.cli.app import app
+
+QUICK = ["--rows", "4,300", "--seconds", "0"]
+EXPLICIT = {f"engram, io={mode!r}" for mode in ("uring", "pread", "mmap", "direct")}
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def two_tables(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("deepseek") / "checkpoint"
+    return synth.write(directory, "deepseek", rows=9000, config={"engram_head_dim": 64})
+
+
+@pytest.fixture(scope="module")
+def one_array(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen") / "checkpoint"
+    return synth.write(directory, "qwen", rows=20_000, parts=1, files=1, dtype="fp8")
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pieces") / "checkpoint"
+    return synth.write(directory, "qwen", rows=20_000, parts=7, files=3)
+
+
+def test_bench_measures_every_state(one_array, tmp_path):
+    result = run(one_array.directory, *QUICK, "--json", tmp_path / "b.json")
+    assert result.exit_code == 0, result.stderr + result.stdout
+    for words in ("processor", "kernel", "file system", "np.take", "4 rows", "300 rows"):
+        assert words in result.stdout
+    assert "is dropped again and again; --warm-only leaves it alone" in result.stdout
+    checked = next(line for line in result.stdout.splitlines() if line.startswith("checked"))
+    assert checked.endswith("gathered rows, 0 wrong")
+    document = json.loads((tmp_path / "b.json").read_text())
+    assert document["version"] == measured.JSON_VERSION
+    assert document["table"] == one_array.tables[0].name
+    seen = {(entry["state"], entry["rows"]) for entry in document["measurements"]}
+    states = ("warm", "cold", "25% resident", "50% resident", "75% resident")
+    assert seen == {(state, rows) for state in states for rows in (4, 300)}
+    names = {entry["method"] for entry in document["measurements"]}
+    assert {"engram", "np.take", "engram, only the missing rows"} <= names
+    assert names & EXPLICIT
+    for entry in document["measurements"]:
+        assert entry["rows_wrong"] == 0
+        assert entry["rows_checked"] > 0
+        assert 0 < entry["seconds"]["min"] <= entry["seconds"]["median"]
+        assert entry["seconds"]["median"] <= entry["seconds"]["p99"]
+        assert (entry["bytes_read_per_call"] is None) == (entry["state"] == "warm")
+
+
+def test_bench_of_planes_in_several_files(two_tables, tmp_path):
+    result = run(two_tables.directory, *QUICK)
+    assert result.exit_code == 1
+    assert all(table.name in result.stderr for table in two_tables.tables)
+    name = two_tables.tables[1].name
+    for table in ("1", name):
+        result = run(two_tables.directory, *QUICK, "--warm-only", "--table", table)
+        assert result.exit_code == 0, result.stderr
+        assert f"table        {name}" in result.stdout
+        assert "torch.index_select is not compared" in result.stdout
+
+
+def test_bench_can_leave_the_page_cache_alone(one_array, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the page cache was dropped")
+
+    monkeypatch.setattr(engram, "drop_cache", refuse)
+    result = run(one_array.directory, *QUICK, "--warm-only")
+    assert result.exit_code == 0, result.stderr
+    assert "the page cache was left alone" in result.stdout
+    assert "cold: median" not in result.stdout
+
+
+def test_bench_reports_wrong_rows(one_array, monkeypatch):
+    monkeypatch.setattr(
+        baselines.StoredRows,
+        "expected",
+        lambda self, ids: np.zeros((*ids.shape, self._row_bytes), np.uint8),
+    )
+    result = run(one_array.directory, *QUICK, "--warm-only")
+    assert result.exit_code == 1
+    assert "had wrong bytes" in result.stderr
+
+
+def test_bench_draws(one_array, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "b.png"
+    result = run(one_array.directory, *QUICK, "--warm-only", "--plot", plot)
+    assert result.exit_code == 0, result.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_says_what_a_plot_needs_before_it_measures(one_array, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run(one_array.directory, "--plot", tmp_path / "b.png")
+    assert result.exit_code == 1
+    assert "matplotlib" in result.stderr
+    assert 'pip install "engram-gather[plot]"' in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "many"], "--rows must be numbers such as"),
+        (["--rows", "0,5"], "--rows must be numbers such as"),
+        (["--json", "/nonexistent/b.json"], "/nonexistent is no directory"),
+        (["--table", "nothing"], "nothing"),
+    ],
+)
+def test_bench_refuses(one_array, options, message):
+    result = run(one_array.directory, *options)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_bench_goes_on_without_a_mode(one_array, monkeypatch):
+    opened = engram.FileGather
+
+    def refusing(path, table=None, *, io="auto"):
+        if io == "uring":
+            raise OSError(1, "Operation not permitted")
+        return opened(path, table, io=io)
+
+    monkeypatch.setattr(bench.engram, "FileGather", refusing)
+    result = run(one_array.directory, *QUICK, "--warm-only")
+    assert result.exit_code == 0, result.stderr
+    assert "io='uring' cannot run here: Operation not permitted" in result.stdout
+    assert "│ engram, io='uring'" not in result.stdout
+
+
+# baselines
+
+
+@pytest.mark.parametrize("checkpoint", ["two_tables", "one_array", "pieces"])
+def test_every_reader_gives_the_stored_rows(checkpoint, request):
+    info = request.getfixturevalue(checkpoint)
+    table = info.tables[0]
+    generator = np.random.default_rng(5)
+    edges = [piece.first_row for plane in table.planes for piece in plane.pieces]
+    ids = np.concatenate([edges, [table.rows - 1], generator.integers(0, table.rows, 200)])
+    planes = table.expected(ids)
+    expected = np.concatenate([planes[plane.name] for plane in table.planes], axis=1)
+    with engram.FileGather(info.directory, 0) as gather:
+        stored = baselines.StoredRows(gather)
+        assert np.array_equal(stored.expected(ids), expected)
+        square = ids[:200].reshape(4, 50)
+        assert np.array_equal(stored.expected(square), expected[:200].reshape(4, 50, -1))
+        stored.close()
+        mapped = baselines.MappedTable(gather)
+        mapped.populate()
+        assert (mapped.single is None) == (checkpoint != "one_array")
+        methods = baselines.present(
+            [
+                baselines.gathering("engram", gather),
+                baselines.numpy_take("numpy", mapped),
+                baselines.threads_over_map("threads", mapped),
+                baselines.torch_select("torch", mapped),
+            ]
+        )
+        for method in methods:
+            out = np.zeros(expected.shape, np.uint8)
+            method.run(method.prepare(ids, out))
+            assert np.array_equal(out, expected), method.name
+        mapped.pool.shutdown()
+
+
+def test_the_page_cache_is_dropped_when_a_batch_may_find_something(one_array):
+    with engram.FileGather(one_array.directory) as gather:
+        mapped = baselines.MappedTable(gather)
+        mapped.populate()
+        cache = page_cache.PageCache(gather, mapped.release)
+        assert gather.residency().share == 1.0
+        cache.cold(np.arange(1))
+        assert (cache.drops, cache.left_bytes) == (1, 0)
+        assert gather.residency().resident == 0
+        for _ in range(3):
+            cache.cold(np.arange(1))
+        assert cache.drops == 4, "two pages of this table are more than a thousandth of it"
+        stored = baselines.StoredRows(gather)
+        ids = np.arange(0, 20_000, 100)
+        cache.partly_resident(ids, 0.25, stored.expected, np.random.default_rng(0))
+        stored.close()
+        # 160 bytes every 16,000: each row has pages of its own.
+        assert 50 <= (gather.residency().resident or 0) <= 100
+
+
+def test_methods_may_run_less_often_and_have_ids_of_their_own():
+    def expected(rows):
+        return rows[:, None].astype(np.uint8)
+
+    def copying(call):
+        call[1][...] = expected(call[0])
+
+    told: list[int] = []
+    methods = [
+        timing.Method("all", lambda ids, out: (ids, out), copying),
+        timing.Method("few", lambda ids, out: (ids, out), copying, most=2),
+        timing.Method(
+            "own",
+            lambda ids, out: (ids, out),
+            copying,
+            before=lambda ids: told.append(ids.size),
+            batches=iter(np.arange(100).reshape(-1, 2)),
+        ),
+        timing.Method("clock", lambda ids, out: 5.0, lambda call: call, own_clock=True),
+        timing.Method("lost", lambda ids, out: None, lambda call: None, delivers=False),
+    ]
+    counter = iter(range(0, 10_000, 7))
+    results = timing.interleaved(
+        methods[:3] + methods[4:],
+        iter(np.arange(4000).reshape(-1, 4)),
+        expected,
+        seconds=60,
+        rounds=5,
+        bytes_read=lambda: next(counter),
+    )
+    assert [len(result.seconds) for result in results.values()] == [5, 2, 5, 5]
+    assert told == [2] * 5
+    assert (results["own"].rows, results["own"].wrong) == (10, 0)
+    assert results["lost"].rows == 0
+    assert results["few"].bytes_read == 14
+    clocked = timing.interleaved(
+        methods[3:4], iter(np.arange(80).reshape(-1, 4)), expected, seconds=0, rounds=9, least=3
+    )["clock"]
+    assert clocked.seconds == [5.0] * 3
+    assert clocked.wrong == 12
+    assert clocked.quantile(0.99) == clocked.median == 5.0
+    assert clocked.bytes_read is None
