@@ -124,7 +124,7 @@ class FileGather:
     def _describe(self, description: dict[str, Any]) -> None:
         self._info = TableInfo.from_native(description)
         self._single = self.planes[0] if len(self.planes) == 1 else None
-        for fallback in self.stats()["io"]["fallbacks"]:
+        for fallback in self._native.fallbacks():
             notify(fallback)
 
     def gather(

@@ -160,7 +160,7 @@ impl Checkpoint {
 
     /// A directory without an index: every safetensors file in it, each tensor once.
     fn open_all(path: &Path, directory: &Directory) -> Result<Self> {
-        let found = directory.safetensors_files()?;
+        let found = directory.safetensors_files(&HashSet::new())?;
         if found.is_empty() {
             return Err(directory.nothing_to_read());
         }
@@ -175,9 +175,10 @@ impl Checkpoint {
         let index = index::parse(&text, index_path)?;
         let mut found = directory.named_files(&index.files, index_path)?;
         let named = found.len();
-        let known: HashSet<PathBuf> = found.iter().map(|file| file.resolved.clone()).collect();
-        let mut side_files = directory.safetensors_files()?;
-        side_files.retain(|file| !known.contains(&file.resolved));
+        let paths: HashSet<&Path> = found.iter().map(|file| file.path.as_path()).collect();
+        let resolved: HashSet<&Path> = found.iter().map(|file| file.resolved.as_path()).collect();
+        let mut side_files = directory.safetensors_files(&paths)?;
+        side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
         found.extend(side_files);
         let config = reading::config(&directory.path().join("config.json"))?;
         let (files, opened) = reading::headers(&found)?;

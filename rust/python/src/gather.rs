@@ -185,6 +185,11 @@ impl Reader {
         Ok(())
     }
 
+    /// What it fell back from at open and since.
+    fn fallbacks(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.with(py, |reader| Ok(reader.fallbacks()))
+    }
+
     /// What runs, what it fell back from, counters and latencies.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let collected = self.with(py, |reader| Ok(crate::stats::collect(reader)))?;

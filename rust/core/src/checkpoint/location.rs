@@ -1,6 +1,7 @@
 //! Which files a path stands for: directory listings, symbolic links and names from an index.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
@@ -191,12 +192,16 @@ impl Directory {
         Ok(names.pop().map(|name| self.path.join(name)))
     }
 
-    /// Every safetensors file of the directory; sub-directories are not searched.
-    pub(super) fn safetensors_files(&self) -> Result<Vec<Found>> {
+    /// Every safetensors file of the directory but the `known` ones; sub-directories are not
+    /// searched.
+    pub(super) fn safetensors_files(&self, known: &HashSet<&Path>) -> Result<Vec<Found>> {
         let mut found = Vec::new();
         for name in
             self.names(|name| Path::new(name).extension() == Some(OsStr::new("safetensors")))?
         {
+            if known.contains(self.path.join(&name).as_path()) {
+                continue;
+            }
             match self.locate(&name)? {
                 Located::File(file) => found.push(file),
                 Located::Dangling(target) => {

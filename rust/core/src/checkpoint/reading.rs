@@ -30,6 +30,12 @@ const MAX_THREADS: usize = 4;
 /// Below this many files a second thread costs more than it saves.
 const FILES_PER_THREAD: usize = 8;
 
+/// Bytes of a file read at first.
+const FIRST_READ: usize = 4096;
+
+/// Bytes of the header's length, which come before it.
+const PREFIX: usize = 8;
+
 /// What a file's header says, in compact form.
 #[derive(Debug)]
 pub(super) struct Contents {
@@ -40,12 +46,20 @@ pub(super) struct Contents {
 /// Opens a regular file read-only; never waits for the other end of a pipe.
 fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
     let refuse = |error: std::io::Error| Error::io(doing, &error, path);
-    require_regular(&std::fs::metadata(path).map_err(refuse)?, path)?;
-    let file = OpenOptions::new()
+    let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(path)
-        .map_err(refuse)?;
+        .open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) => {
+            // A socket refuses to be opened with an error that names no socket.
+            if let Ok(status) = std::fs::metadata(path) {
+                require_regular(&status, path)?;
+            }
+            return Err(refuse(error));
+        }
+    };
     let status = file.metadata().map_err(refuse)?;
     require_regular(&status, path)?;
     let identity = Identity::of(&status);
@@ -129,17 +143,26 @@ fn read_header(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Ide
         return Err(header::too_short(identity.len, path));
     }
     let refuse = |error: std::io::Error| read_failure(&error, path, 0);
-    let mut first8 = [0; 8];
-    handle.read_exact_at(&mut first8, 0).map_err(refuse)?;
+    // One read brings the length and most headers whole.
+    buffer.clear();
+    buffer.resize(FIRST_READ, 0);
+    let first = usize::try_from(identity.len).map_or(FIRST_READ, |len| len.min(FIRST_READ));
+    handle
+        .read_exact_at(&mut buffer[..first], 0)
+        .map_err(refuse)?;
+    let mut first8 = [0; PREFIX];
+    first8.copy_from_slice(&buffer[..PREFIX]);
     let length = header::header_length(first8, identity.len, path)?;
     let length = usize::try_from(length)
         .map_err(|_| Error::checkpoint("the header does not fit this machine", path))?;
-    buffer.clear();
-    buffer.resize(length, 0);
-    handle
-        .read_exact_at(buffer, header::LENGTH_BYTES)
-        .map_err(refuse)?;
-    let header = header::parse(buffer, identity.len, path)?;
+    let end = PREFIX + length;
+    if end > first {
+        buffer.resize(end, 0);
+        handle
+            .read_exact_at(&mut buffer[first..end], first as u64)
+            .map_err(refuse)?;
+    }
+    let header = header::parse(&buffer[PREFIX..end], identity.len, path)?;
     let metadata = header.metadata.map(|mut entries| {
         entries.retain(|_, value| value.len() <= MAX_METADATA_VALUE);
         entries

@@ -11,15 +11,18 @@ use crate::cuts::Cuts;
 use crate::error::Result;
 use crate::map::{self, RowAddress};
 
-/// Rows handled together: enough to overlap their memory latencies, few enough for registers and
-/// stack.
+/// Rows whose addresses are found before any is copied. Long blocks win: the processor overlaps the
+/// memory latencies of the rows it copies, and each block begins and ends with none in flight.
 const BLOCK: usize = 1024;
+
+/// The same for short batches, whose addresses then take a few cache lines.
+const SHORT_BLOCK: usize = 64;
 
 /// Rows copied between two looks at the clock.
 const STRIP: usize = 1024;
 
-/// Rows per task when a batch is shared among threads.
-const CHUNK: usize = 1024;
+/// Rows per task when a batch is shared among threads, at least: a late helper then leaves little.
+const FEWEST_SHARED: usize = 256;
 
 /// Batches below this many row parts stay on the calling thread: waking another costs more.
 const PARALLEL: usize = 2048;
@@ -53,10 +56,11 @@ pub(super) fn sweep(
     if total < PARALLEL || threads == 1 || lanes.iter().all(|lane| lane.belief == Belief::Nothing) {
         return sweep_here(lanes, control, started);
     }
+    let share = (total / (8 * threads)).clamp(FEWEST_SHARED, STRIP);
     let tasks: Vec<(usize, Range<usize>)> = lanes
         .iter()
         .enumerate()
-        .flat_map(|(index, lane)| chunks(lane.ids.len()).map(move |range| (index, range)))
+        .flat_map(|(index, lane)| chunks(lane.ids.len(), share).map(move |range| (index, range)))
         .collect();
     let rests = Mutex::new(Vec::new());
     let verify = control.deadline.is_some();
@@ -83,7 +87,7 @@ fn sweep_here(lanes: &[Lane<'_>], control: &Control<'_>, started: Instant) -> Re
     let mut rests = Vec::new();
     let mut checked = started;
     for (index, lane) in lanes.iter().enumerate() {
-        for range in chunks(lane.ids.len()) {
+        for range in chunks(lane.ids.len(), STRIP) {
             rests.extend(sweep_range(lanes, index, range, control.deadline.is_some()));
             control.check(&mut checked)?;
         }
@@ -91,10 +95,10 @@ fn sweep_here(lanes: &[Lane<'_>], control: &Control<'_>, started: Instant) -> Re
     Ok(rests)
 }
 
-fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
+fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len)
-        .step_by(CHUNK)
-        .map(move |start| start..(start + CHUNK).min(len))
+        .step_by(size)
+        .map(move |start| start..(start + size).min(len))
 }
 
 /// Sweeps `range` of one lane. Rows are copied as they are found resident; from the first block with
@@ -131,7 +135,11 @@ fn sweep_range(
         let strip = start..(start + STRIP).min(range.end);
         let mut position = strip.start;
         if sweep.rest.is_none() && !sweep.verify {
-            position = sweep.copy_believed(strip.clone());
+            position = if strip.len() <= SHORT_BLOCK {
+                sweep.copy_believed::<SHORT_BLOCK>(strip.clone())
+            } else {
+                sweep.copy_believed::<BLOCK>(strip.clone())
+            };
         }
         if position < strip.end {
             sweep.sort_out(index, position..strip.end, range.end);
@@ -171,7 +179,7 @@ struct Sweep<'l> {
 impl<'l> Sweep<'l> {
     /// Copies blocks as long as all their rows are believed resident; returns where it stopped.
     #[inline]
-    fn copy_believed(&mut self, strip: Range<usize>) -> usize {
+    fn copy_believed<const BLOCK: usize>(&mut self, strip: Range<usize>) -> usize {
         let lane = self.lane;
         let all = lane.belief == Belief::All;
         let mut addresses = [RowAddress::UNUSED; BLOCK];
