@@ -143,7 +143,7 @@ def _without_tables(base: type[Any]) -> type[Any]:
         )
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            cast("Any", super()).__init__(config, *args, **kwargs)
+            super().__init__(config, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
             for index, layer in _ple_layers(self).items():
                 layer.ple_embedding = _NoTable(index)
 
