@@ -1,10 +1,9 @@
-"""Rows for ids, of one table."""
+"""Rows for ids: `FileGather` reads one table in place."""
 
 from __future__ import annotations
 
-import operator
+import atexit
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from engram import _engram
-from engram._arguments import optional_number, path_text, whole_number
+from engram._arguments import optional_number, out_of_range, path_text, table_argument, whole_number
 from engram._arrays import INT64, UINT8, byte_view, empty, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._notices import notify
@@ -33,7 +32,7 @@ Advice = Literal["auto", "random", "normal"]
 _PlaneTargets = list[tuple[Any, int, int]]
 """Per plane: writable memory, byte offset of its first row, bytes from one row to the next."""
 
-_Request = tuple[_engram.Reader, "NDArray[np.int64]", _PlaneTargets, int | None]
+Request = tuple[_engram.Reader, "NDArray[np.int64]", _PlaneTargets, int | None]
 """Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
 
 
@@ -108,7 +107,7 @@ class FileGather:
             )
         self._path = path_text(path)
         arguments = (
-            _table_argument(table),
+            table_argument(table),
             io,
             optional_number("threads", threads),
             advice,
@@ -209,7 +208,7 @@ class FileGather:
         wanted = [(self._info.name, self, ids, out)]
         return submit(wanted, pad_id=pad_id, deadline=deadline, named=False)
 
-    def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[_Request, Any]:
+    def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[Request, Any]:
         """What the native half takes for one table, and the rows that it will fill."""
         flat, shape = int64_ids(ids, self._info)
         rows = self._allocate(shape, torch_like=is_torch(ids)) if out is None else out
@@ -436,31 +435,6 @@ def _all_planes(planes: Planes) -> PlaneInfo:
     return PlaneInfo("out", "u8", UINT8, (row_bytes,), row_bytes, (), ())
 
 
-def _table_argument(table: Any) -> str | int | None:
-    if table is None or isinstance(table, str):
-        return table
-    try:
-        place = None if isinstance(table, bool) else operator.index(table)
-    except TypeError:
-        place = None
-    if place is None:
-        raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
-    if place < 0:
-        raise placed(ValueError(f"table={place}: places in layer order count from 0"))
-    # No checkpoint has so many tables: the native half lists the choices.
-    return min(place, sys.maxsize)
-
-
-def out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
-    """The refusal of a number that the native half has no room for."""
-    return placed(
-        ValueError(
-            f"pad_id={pad_id!r} or timeout={timeout!r} is out of range: a pad_id has 64 bits"
-        ),
-        table=table,
-    )
-
-
 def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
     """Drops the page cache of files, for benchmarks and tests.
 
@@ -482,3 +456,6 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
 if hasattr(os, "register_at_fork"):
     # Calls that were running at a fork run on in the parent only.
     os.register_at_fork(after_in_child=_engram.after_fork)
+
+# Calls that run on in daemon threads look for signals no more once the interpreter goes away.
+atexit.register(_engram.at_exit)

@@ -1,4 +1,4 @@
-"""Several tables at once."""
+"""Several tables, gathered in one round of reads."""
 
 from __future__ import annotations
 
@@ -7,15 +7,32 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from engram import _engram
-from engram._arguments import path_text
+from engram._arguments import out_of_range, path_text
 from engram._errors import complete, placed
-from engram.gather import FileGather, Io, out_of_range
+from engram.gather import FileGather
 from engram.table import tables
 from engram.ticket import Ticket, submit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
+
+    from engram.gather import Io, Request
+
+
+def _require_gathers(gathers: object) -> list[FileGather]:
+    one = not isinstance(gathers, Iterable)
+    several: list[Any] = [gathers] if one else list(cast("Iterable[Any]", gathers))
+    for gather in several:
+        if not isinstance(gather, FileGather):
+            kind = type(gather).__name__
+            raise placed(TypeError(f"a TableSet is made of a path or FileGathers, not {kind}"))
+    return several
+
+
+def _require_mapping(what: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise placed(TypeError(f"{what} must map table names, not be a {type(value).__name__}"))
 
 
 class TableSet:
@@ -77,7 +94,7 @@ class TableSet:
         _require_mapping("ids", ids)
         _require_mapping("out", given)
         self._require_known(*ids, *given)
-        requests: list[Any] = []
+        requests: list[Request] = []
         rows: dict[str, Any] = {}
         name = None
         try:
@@ -167,18 +184,3 @@ class TableSet:
 
     def __repr__(self) -> str:
         return f"<engram.TableSet of {len(self._gathers)} tables: {list(self._gathers)}>"
-
-
-def _require_gathers(gathers: object) -> list[FileGather]:
-    one = not isinstance(gathers, Iterable)
-    several: list[Any] = [gathers] if one else list(cast("Iterable[Any]", gathers))
-    for gather in several:
-        if not isinstance(gather, FileGather):
-            kind = type(gather).__name__
-            raise placed(TypeError(f"a TableSet is made of a path or FileGathers, not {kind}"))
-    return several
-
-
-def _require_mapping(what: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise placed(TypeError(f"{what} must map table names, not be a {type(value).__name__}"))

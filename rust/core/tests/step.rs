@@ -12,7 +12,8 @@ use engram_core::buffer::PlaneSink;
 use engram_core::discover::TableRef;
 use engram_core::gather::{Control, Request, Sinks, gather};
 use engram_core::hash::{Context, Hash, Ints, OutOfVocab, Policy, Qwen, QwenConfig, Step};
-use engram_core::reader::{Io, Located, Options, Reader};
+use engram_core::mode::Io;
+use engram_core::reader::{Located, Options, Reader};
 use engram_core::step::{Ids, StepTable, StepTables, gather_step};
 
 #[global_allocator]

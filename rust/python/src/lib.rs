@@ -11,6 +11,7 @@ mod errors;
 mod gate;
 mod gather;
 mod hash;
+mod interrupts;
 mod stats;
 mod step;
 mod table;
@@ -35,6 +36,8 @@ mod _engram {
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
+    #[pymodule_export]
+    use crate::interrupts::at_exit;
     #[pymodule_export]
     use crate::step::StepGather;
     #[pymodule_export]

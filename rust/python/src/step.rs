@@ -14,8 +14,9 @@ use smallvec::SmallVec;
 use crate::buffer::Output;
 use crate::errors::{OrRaise as _, value_error};
 use crate::gate::Entered;
-use crate::gather::{Interrupts, Reader};
+use crate::gather::Reader;
 use crate::hash::{NgramHash, threads_for};
+use crate::interrupts::Interrupts;
 
 /// One table: its hash, itself, where the rows of each plane go, and the id of a row of zeros.
 struct Lane {

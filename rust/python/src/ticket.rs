@@ -13,7 +13,8 @@ use pyo3::prelude::*;
 
 use crate::buffer::{HostBuffer, Ids, Output};
 use crate::errors::{OrRaise as _, to_py, value_error};
-use crate::gather::{Interrupts, Reader};
+use crate::gather::Reader;
+use crate::interrupts::Interrupts;
 
 /// Where the rows of one plane go: memory, offset, stride, bytes of a row, rows.
 type Place = (Output, usize, usize, usize, usize);

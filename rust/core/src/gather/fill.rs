@@ -12,8 +12,9 @@ use crate::error::{Error, Result};
 use crate::fetch::pool::Pool;
 use crate::fetch::{Batch, Cost, Fetch};
 use crate::file::OpenFile;
+use crate::mode::{Engine, Io};
 use crate::plan::{Coalesce, Plan, Read, Want};
-use crate::reader::{Engine, Io, Reader};
+use crate::reader::Reader;
 use crate::threads;
 
 /// Missing rows sampled before the kernel is asked about all of them.

@@ -4,7 +4,8 @@ use std::sync::mpsc::channel;
 
 use super::*;
 use crate::discover::TableRef;
-use crate::reader::{Io, Located, Options};
+use crate::mode::Io;
+use crate::reader::{Located, Options};
 use crate::testing::{Folder, tensor};
 
 const PATIENCE: Duration = Duration::from_secs(20);
