@@ -20,6 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BENCHES ?= warm cold mixed hash storage
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml \
 	$(shell find rust -name '*.rs' -o -name 'Cargo.toml')
@@ -29,6 +30,7 @@ RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml \
 PLAIN := $(VENV)/.plain
 BENCH := $(VENV)/.bench
 DEV := $(VENV)/.dev
+BENCH_NEEDS := $(VENV)/.bench-needs
 
 .PHONY: help
 help: ## List these targets.
@@ -47,13 +49,23 @@ test: $(PLAIN) $(DEV) ## Test the core, then the Python package.
 test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every test is skipped.
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
-.PHONY: lint
-lint: $(PLAIN) $(DEV) ## Formatting, lints and types, warnings being errors.
+.PHONY: soak
+soak: $(PLAIN) $(DEV) ## Ten minutes of crowds and faults at random; SOAK_ARGS="--seconds 60 --seed 7".
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+.PHONY: lint lint-rust lint-python lint-types
+lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings being errors (-k: all of them).
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --workspace --all-targets --features bench -- -D warnings
+
+lint-python: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types: $(PLAIN) $(DEV)
 	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
 	$(BIN)/python -m mypy.stubtest engram._engram --allowlist tests/stubtest_allowlist.txt
 
@@ -64,7 +76,7 @@ format: $(DEV) ## Format Rust and Python, and fix what can be fixed.
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(BENCH) $(DEV) ## Run the benchmarks; BENCHES="warm hash" chooses, BENCH_ARGS reaches each.
+bench: $(BENCH) $(BENCH_NEEDS) ## Run the benchmarks; BENCHES="warm hash" chooses, BENCH_ARGS reaches each.
 	status=0; \
 	for name in $(BENCHES); do \
 		if [ -e benches/$$name.py ]; then \
@@ -115,6 +127,10 @@ $(BENCH): $(VENV)/.tools $(RUST_SOURCES)
 # What the package needs is read from pyproject.toml alone, so this waits for no build.
 $(DEV): $(VENV)/.tools pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py dev)
+	touch $@
+
+$(BENCH_NEEDS): $(VENV)/.tools pyproject.toml
+	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py bench)
 	touch $@
 
 ifeq ($(wildcard python/engram/_engram*.so),)

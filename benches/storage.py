@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             stack.callback(opened[place].storage.close)
             if place == "file":
-                opened[place].storage.gather.prewarm()
+                opened[place].storage.source.prewarm()
         report.extra["places"] = costs(opened, report)
         for name, supply in ids.supplies(chosen, info, report).items():
             measurements = []

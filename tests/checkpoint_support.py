@@ -90,6 +90,8 @@ def raw_file(path: Path, header: str | bytes | dict, data: bytes = b"") -> Path:
     if isinstance(header, dict):
         header = json.dumps(header)
     text = header.encode() if isinstance(header, str) else header
+    # A file cut and written anew is flushed to the disk by some filesystems; a new one is not.
+    path.unlink(missing_ok=True)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
 
@@ -136,7 +138,7 @@ def shards(sizes: list[int], columns: int, naming: str = "shard_{}", stem: str =
 def read_rows(path: Path, name: str, ids) -> np.ndarray:
     """The oracle: the stored bytes of rows, each found by a seek and a read."""
     ids = np.asarray(ids)
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(header_bytes))[name]
         begin, end = entry["data_offsets"]
@@ -169,7 +171,7 @@ def opened(path, table=None, io: str = "auto", **options) -> engram.FileGather:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *parts: str, **place):
-    """Expects exactly `kind`, every part in its message, all attributes, these with these values."""
+    """Expects exactly `kind`, with these parts in its message and these values of its place."""
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value

@@ -104,7 +104,7 @@ def test_a_child_does_not_wait_for_its_parents_calls(path, io):
             gather.close()
 
         try:
-            for _ in range(60):
+            for _ in range(25):
                 child(work)
         finally:
             stop = True

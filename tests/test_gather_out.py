@@ -226,7 +226,7 @@ def test_rows_have_planes_and_do_not_unpack(planes):
         with pytest.raises(KeyError):
             rows[absent]
     with pytest.raises(TypeError, match="does not unpack"):
-        weight, scale = rows
+        _weight, _scale = rows
     assert rows != planes.gather(IDS)
     assert rows == rows
 

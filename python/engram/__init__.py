@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer
-from engram.gather import FileGather, Residency, TableSet, drop_cache
+from engram.gather import FileGather, Residency, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
+from engram.table_set import TableSet
+from engram.ticket import Ticket
 from engram.verification import Problem, Verification
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "FileGather",
     "Groups",
     "HostBuffer",
+    "NgramEmbedding",
     "PieceInfo",
     "PlaneInfo",
     "Planes",
@@ -32,8 +35,10 @@ __all__ = [
     "Rows",
     "Shard",
     "ShardedLookup",
+    "Stage",
     "TableInfo",
     "TableSet",
+    "Ticket",
     "TokenHistory",
     "Verification",
     "ViewLoader",
@@ -50,10 +55,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from engram.config import EngramConfig, model_has_engram_layers
+    from engram.embedding import NgramEmbedding
     from engram.exchange import ReadOncePerNode, ShardedLookup
     from engram.hashing import TokenHistory, gather_tokens, hasher
     from engram.parallel import Groups, Shard, new_groups
     from engram.quant import Dequantizer, dequantize
+    from engram.staging import Stage
     from engram.storage import open_storage
     from engram.views import ViewLoader
 
@@ -61,9 +68,11 @@ _LAZY: dict[str, str] = {
     "Dequantizer": "engram.quant",
     "EngramConfig": "engram.config",
     "Groups": "engram.parallel",
+    "NgramEmbedding": "engram.embedding",
     "ReadOncePerNode": "engram.exchange",
     "Shard": "engram.parallel",
     "ShardedLookup": "engram.exchange",
+    "Stage": "engram.staging",
     "TokenHistory": "engram.hashing",
     "ViewLoader": "engram.views",
     "dequantize": "engram.quant",

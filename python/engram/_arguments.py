@@ -48,3 +48,34 @@ def whole_number(name: str, value: Any, *, least: int = 1) -> int:
 def optional_number(name: str, value: Any) -> int | None:
     """As `whole_number`; None stays None."""
     return None if value is None else whole_number(name, value)
+
+
+def table_argument(table: Any) -> str | int | None:
+    """Which table is meant: its name, its place in layer order, or None for the only one.
+
+    Raises:
+        TypeError: Something else.
+        ValueError: A negative place.
+    """
+    if table is None or isinstance(table, str):
+        return table
+    try:
+        place = None if isinstance(table, bool) else operator.index(table)
+    except TypeError:
+        place = None
+    if place is None:
+        raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
+    if place < 0:
+        raise placed(ValueError(f"table={place}: places in layer order count from 0"))
+    # No checkpoint has so many tables: the native half lists the choices.
+    return min(place, sys.maxsize)
+
+
+def out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
+    """The error for a number of a gather that the native half cannot hold."""
+    return placed(
+        ValueError(
+            f"pad_id={pad_id!r} or timeout={timeout!r} is out of range: a pad_id has 64 bits"
+        ),
+        table=table,
+    )

@@ -1,27 +1,26 @@
-"""Rows for ids: one table with `FileGather`, several in one round of reads with `TableSet`."""
+"""Rows for ids: `FileGather` reads one table in place."""
 
 from __future__ import annotations
 
-import operator
+import atexit
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from engram import _engram
-from engram._arguments import optional_number, path_text, whole_number
+from engram._arguments import optional_number, out_of_range, path_text, table_argument, whole_number
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._notices import notify
 from engram._targets import PlaneTargets, allocate, targets
-from engram.table import Planes, TableInfo, tables
+from engram.table import Planes, TableInfo
+from engram.ticket import Ticket, submit
 from engram.verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
 Advice = Literal["auto", "random", "normal"]
 
-_Request = tuple[_engram.Reader, "NDArray[np.int64]", PlaneTargets, int | None]
+Request = tuple[_engram.Reader, "NDArray[np.int64]", PlaneTargets, int | None]
 """Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
 
 
@@ -104,7 +103,7 @@ class FileGather:
             )
         self._path = path_text(path)
         arguments = (
-            _table_argument(table),
+            table_argument(table),
             io,
             optional_number("threads", threads),
             advice,
@@ -198,13 +197,41 @@ class FileGather:
             request, rows = self._request(ids, out, pad_id)
             _engram.gather_many([request], timeout)
         except OverflowError:
-            raise _out_of_range(self._info.name, pad_id, timeout) from None
+            raise out_of_range(self._info.name, pad_id, timeout) from None
         except Exception as error:
             complete(error, table=self._info.name)
             raise
         return rows
 
-    def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[_Request, Any]:
+    def submit(
+        self,
+        ids: Any,
+        out: Any = None,
+        *,
+        pad_id: int | None = None,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Starts a gather and returns at once; the rows arrive while the caller works.
+
+        Args:
+            ids: As for `gather`; copied, so that they may change afterwards.
+            out: As for `gather`. It is written to inside `Ticket.wait` and at no other time.
+            pad_id: As for `gather`.
+            deadline: Seconds from now after which the ticket ends with TimeoutError. Tickets are
+                served earliest deadline first, those without one last, in order of arrival. Rows
+                not proven resident are then read rather than faulted in, as with a timeout.
+
+        Returns:
+            The ticket, whose `wait` returns the rows or raises what `gather` would have raised.
+
+        Raises:
+            TypeError: Ids that are no integers or live on a device; `out` of another dtype.
+            ValueError: `out` of the wrong shape, not contiguous or read-only; or closed.
+        """
+        wanted = [(self._info.name, self, ids, out)]
+        return submit(wanted, pad_id=pad_id, deadline=deadline, named=False)
+
+    def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[Request, Any]:
         """What the native half takes for one table, and the rows that it will fill."""
         flat, shape = int64_ids(ids, self._info)
         rows = self._allocate(shape, torch_like=is_torch(ids)) if out is None else out
@@ -304,7 +331,10 @@ class FileGather:
         self._path = path
 
     def close(self) -> None:
-        """Closes the files once running calls have ended; later calls raise ValueError."""
+        """Closes the files once running calls and tickets have ended; later calls raise ValueError.
+
+        Tickets in flight are served first; their rows can be waited for afterwards.
+        """
         self._native.close()
 
     @property
@@ -401,28 +431,6 @@ class FileGather:
         )
 
 
-def _table_argument(table: Any) -> str | int | None:
-    if table is None or isinstance(table, str):
-        return table
-    try:
-        place = None if isinstance(table, bool) else operator.index(table)
-    except TypeError:
-        place = None
-    if place is None:
-        raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
-    if place < 0:
-        raise placed(ValueError(f"table={place}: places in layer order count from 0"))
-    # No checkpoint has so many tables: the native half lists the choices.
-    return min(place, sys.maxsize)
-
-
-def _out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
-    return placed(
-        ValueError(
-            f"pad_id={pad_id!r} or timeout={timeout!r} is out of range: a pad_id has 64 bits"
-        ),
-        table=table,
-    )
 
 
 def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
@@ -443,137 +451,9 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     return _engram.drop_cache([path_text(path) for path in paths])
 
 
-def _require_gathers(gathers: object) -> list[FileGather]:
-    one = not isinstance(gathers, Iterable)
-    several: list[Any] = [gathers] if one else list(cast("Iterable[Any]", gathers))
-    for gather in several:
-        if not isinstance(gather, FileGather):
-            kind = type(gather).__name__
-            raise placed(TypeError(f"a TableSet is made of a path or FileGathers, not {kind}"))
-    return several
-
-
-def _require_mapping(what: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise placed(TypeError(f"{what} must map table names, not be a {type(value).__name__}"))
-
-
-class TableSet:
-    """Several tables, gathered with one plan, one pool of threads and one round of reads.
-
-    Args:
-        source: A checkpoint path, of which every n-gram and per-layer table is opened; or
-            `FileGather` objects, as a sequence or as a mapping with names of your choice.
-        io: As for `FileGather`; only with a path.
-    """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | Sequence[FileGather] | Mapping[str, FileGather],
-        *,
-        io: Io = "auto",
-    ) -> None:
-        if isinstance(source, str | bytes | os.PathLike):
-            path = path_text(source)
-            self._gathers = {info.name: FileGather(path, info.name, io=io) for info in tables(path)}
-            if not self._gathers:
-                raise placed(ValueError(f"{path} holds no n-gram or per-layer table"), path=path)
-        elif isinstance(source, Mapping):
-            self._gathers = dict(source)
-            _require_gathers(self._gathers.values())
-        else:
-            gathers = _require_gathers(source)
-            self._gathers = {gather.info.name: gather for gather in gathers}
-            if len(self._gathers) < len(gathers):
-                names = [gather.info.name for gather in gathers]
-                raise placed(
-                    ValueError(f"tables of one name in {names}: pass a mapping with other names")
-                )
-
-    def gather(
-        self,
-        ids: Mapping[str, Any],
-        out: Mapping[str, Any] | None = None,
-        *,
-        pad_id: int | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """Reads rows of several tables at once.
-
-        Args:
-            ids: Row ids per table name, as for `FileGather.gather`.
-            out: Where rows go, for some or all of the tables.
-            pad_id: As for `FileGather.gather`.
-            timeout: Seconds after which to give up.
-
-        Returns:
-            Rows per table name, in the order of `ids`.
-
-        Raises:
-            ValueError: A name that is no table of this set; the names are listed.
-            Exception: As `FileGather.gather` does.
-        """
-        given: Mapping[str, Any] = {} if out is None else out
-        _require_mapping("ids", ids)
-        _require_mapping("out", given)
-        for name in (*ids, *given):
-            if name not in self._gathers:
-                raise placed(
-                    ValueError(f"no table {name!r} in this set; it has {list(self._gathers)}")
-                )
-        requests: list[_Request] = []
-        rows: dict[str, Any] = {}
-        name = None
-        try:
-            for name, wanted in ids.items():
-                request, rows[name] = self._gathers[name]._request(  # pyright: ignore[reportPrivateUsage]
-                    wanted, given.get(name), pad_id
-                )
-                requests.append(request)
-            name = None
-            _engram.gather_many(requests, timeout)
-        except OverflowError:
-            raise _out_of_range(None, pad_id, timeout) from None
-        except Exception as error:
-            complete(error, table=name)
-            raise
-        return rows
-
-    @property
-    def gathers(self) -> dict[str, FileGather]:
-        """The tables of the set, by name, in layer order."""
-        return dict(self._gathers)
-
-    def close(self) -> None:
-        """Closes every table of the set."""
-        for gather in self._gathers.values():
-            gather.close()
-
-    def __reduce__(self) -> Any:
-        """Refuses to be pickled or copied.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise placed(TypeError("a TableSet holds open files: open it again where it is needed"))
-
-    def __enter__(self) -> TableSet:
-        """Returns the set itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes."""
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<engram.TableSet of {len(self._gathers)} tables: {list(self._gathers)}>"
-
-
 if hasattr(os, "register_at_fork"):
     # Calls that were running at a fork run on in the parent only.
     os.register_at_fork(after_in_child=_engram.after_fork)
+
+# Calls that run on in daemon threads look for signals no more once the interpreter goes away.
+atexit.register(_engram.at_exit)

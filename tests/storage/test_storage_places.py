@@ -360,3 +360,17 @@ def test_a_failed_open_closes_the_files(checkpoint, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engram.open_storage({}, checkpoint().directory, device="cpu")
     assert len(closed) == 1
+
+
+def test_embeddings_come_from_any_place(checkpoint):
+    info = checkpoint()
+    hasher = engram.hasher(info.directory)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 90, (2, 30)))
+    wanted = None
+    for place in PLACES:
+        with open_place(place, info.directory) as storage:
+            module = engram.NgramEmbedding(hasher, storage, dtype=torch.float32)
+            values = module(tokens)
+        wanted = values if wanted is None else wanted
+        torch.testing.assert_close(values, wanted, rtol=0, atol=0)
+    assert wanted.abs().sum() > 0

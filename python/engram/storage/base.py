@@ -112,6 +112,10 @@ class Storage(ABC):
             raise
         return rows
 
+    def gather(self, ids: Any, out: Any = None, *, pad_id: int | None = None) -> Any:
+        """The same as `lookup`, so that a storage may stand wherever a `FileGather` may."""
+        return self.lookup(ids, out, pad_id=pad_id)
+
     @abstractmethod
     def _gather(self, ids: NDArray[np.int64], into: PlaneTargets, pad_id: int | None) -> None:
         """Puts the rows of `ids`, flat and on the host, where `into` says."""

@@ -44,7 +44,7 @@ class FileStorage(Storage):
         self._one_at_a_time = threading.Lock()
 
     @property
-    def gather(self) -> FileGather:
+    def source(self) -> FileGather:
         """The open files."""
         source = self._source
         if source is None:
@@ -62,13 +62,13 @@ class FileStorage(Storage):
         self._owned = True
 
     def _gather(self, ids: NDArray[np.int64], into: PlaneTargets, pad_id: int | None) -> None:
-        native = self.gather._native  # pyright: ignore[reportPrivateUsage]
+        native = self.source._native  # pyright: ignore[reportPrivateUsage]
         _engram.gather_many([(native, ids, into, pad_id)])
 
     def _gather_bytes(
         self, ids: NDArray[np.int64], out: NDArray[np.uint8], pad_id: int | None
     ) -> None:
-        self.gather.gather(ids, out, pad_id=pad_id)
+        self.source.gather(ids, out, pad_id=pad_id)
 
     def _lookup_on_device(self, ids: Any, out: Any, pad_id: int | None) -> Any:
         """Gathers on the host, which has to wait for the ids, and copies the rows over.

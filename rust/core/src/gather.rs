@@ -25,7 +25,8 @@ use smallvec::SmallVec;
 use crate::buffer::PlaneSink;
 use crate::cuts::Cuts;
 use crate::error::{Error, Result};
-use crate::reader::{Io, Reader};
+use crate::mode::Io;
+use crate::reader::Reader;
 use crate::table::Plane;
 
 /// The sinks of one request, one per plane.

@@ -24,6 +24,7 @@ static FORKS: AtomicU64 = AtomicU64::new(0);
 #[pyfunction]
 pub(crate) fn after_fork() {
     FORKS.fetch_add(1, Ordering::Relaxed);
+    crate::interrupts::after_fork();
 }
 
 thread_local! {

@@ -4,21 +4,22 @@
 
 use std::cell::RefCell;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
-use engram_core::Error;
 use engram_core::discover::TableRef;
-use engram_core::gather::{self, Control, Request, gather};
-use engram_core::reader::{Advice, Io, Located, Options, Reader as CoreReader};
+use engram_core::gather::{self, Request, gather};
+use engram_core::mode::Io;
+use engram_core::reader::{Advice, Located, Options, Reader as CoreReader};
+use engram_core::ticket::drain;
 use engram_core::{verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::buffer::{Ids, Output};
-use crate::errors::{OrRaise as _, to_py, value_error};
+use crate::errors::{OrRaise as _, value_error};
 use crate::gate::{Entered, Gate};
 use crate::hash::{Inputs, NgramHash, threads_for};
+use crate::interrupts::Interrupts;
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -92,6 +93,11 @@ impl Reader {
         }
         let text = format!("{count} outputs for a table of {planes} planes");
         Err(value_error(py, &text))
+    }
+
+    /// Bytes of a row, per plane.
+    pub(crate) fn plane_bytes(&self) -> &[usize] {
+        &self.plane_bytes
     }
 
     /// Bytes of the first plane's rows.
@@ -239,9 +245,22 @@ impl Reader {
         ))
     }
 
-    /// Closes after running calls have ended.
+    /// Closes after running calls and tickets in flight have ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.reader.close(py, CoreReader::close)
+        let mut open = None;
+        if let Ok(entered) = self.enter(py) {
+            open = Some(Arc::clone(&entered));
+        }
+        self.reader.close(py, CoreReader::close)?;
+        let Some(reader) = open else { return Ok(()) };
+        let interrupts = Interrupts::new(py, None)?;
+        let outcome = py.detach(|| {
+            let outcome = drain(&reader, &|| interrupts.attached(|_| Ok(())));
+            // The last holder closes the files.
+            drop(reader);
+            outcome
+        });
+        interrupts.raise(py, outcome)
     }
 
     /// Serves the table of the same name at `path` from now on; describes it. Calls under way end
@@ -396,62 +415,6 @@ pub(crate) fn gather_tokens(
     IDS.replace(ids);
     interrupts.raise(py, outcome)?;
     Ok(())
-}
-
-/// Deadline and signals of one call.
-pub(crate) struct Interrupts {
-    deadline: Option<Instant>,
-    raised: Mutex<Option<PyErr>>,
-}
-
-impl Interrupts {
-    pub(crate) fn new(py: Python<'_>, timeout: Option<f64>) -> PyResult<Self> {
-        if let Some(seconds) = timeout.filter(|seconds| seconds.is_nan() || *seconds < 0.0) {
-            let text = format!("timeout={seconds} is not a number of seconds from 0 on");
-            return Err(value_error(py, &text));
-        }
-        // A timeout beyond the clock's range is no timeout.
-        let deadline = timeout
-            .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-            .and_then(|duration| Instant::now().checked_add(duration));
-        Ok(Self {
-            deadline,
-            raised: Mutex::new(None),
-        })
-    }
-
-    fn run<T>(
-        &self,
-        body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>,
-    ) -> engram_core::Result<T> {
-        let interrupt = || self.attached(|_| Ok(()));
-        body(&Control {
-            deadline: self.deadline,
-            interrupt: &interrupt,
-        })
-    }
-
-    /// Looks for signals, then runs `body`; an exception from either is kept and stops the work.
-    pub(crate) fn attached(
-        &self,
-        body: impl FnOnce(Python<'_>) -> PyResult<()>,
-    ) -> engram_core::Result<()> {
-        Python::attach(|py| py.check_signals().and_then(|()| body(py))).map_err(|error| {
-            *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            Error::Cancelled
-        })
-    }
-
-    /// The outcome; an exception that a signal handler raised comes before ours.
-    pub(crate) fn raise<T>(self, py: Python<'_>, outcome: engram_core::Result<T>) -> PyResult<T> {
-        outcome.map_err(|error| {
-            let raised = self
-                .raised
-                .into_inner()
-                .unwrap_or_else(PoisonError::into_inner);
-            raised.unwrap_or_else(|| to_py(py, &error))
-        })
-    }
 }
 
 /// Drops the page cache of `paths`; returns the bytes that stayed resident all the same.

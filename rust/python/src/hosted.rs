@@ -10,7 +10,8 @@ use pyo3::prelude::*;
 
 use crate::buffer::{HostBuffer, Ids, Output};
 use crate::errors::{OrRaise as _, value_error};
-use crate::gather::{Interrupts, Reader};
+use crate::gather::Reader;
+use crate::interrupts::Interrupts;
 
 thread_local! {
     /// Ids of the running call, kept so that a step allocates nothing.

@@ -12,8 +12,11 @@ mod gate;
 mod gather;
 mod hash;
 mod hosted;
+mod interrupts;
 mod stats;
+mod step;
 mod table;
+mod ticket;
 mod verification;
 mod views;
 
@@ -38,7 +41,13 @@ mod _engram {
     #[pymodule_export]
     use crate::hosted::{Hosted, huge_page_bytes, load_rows, memory_bytes};
     #[pymodule_export]
+    use crate::interrupts::at_exit;
+    #[pymodule_export]
+    use crate::step::StepGather;
+    #[pymodule_export]
     use crate::table::{configured_tables, tables};
+    #[pymodule_export]
+    use crate::ticket::{Ticket, submit};
     #[pymodule_export]
     use crate::views::{bind_views, table_of};
 

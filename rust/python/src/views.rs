@@ -2,7 +2,8 @@
 
 use engram_core::Error;
 use engram_core::discover;
-use engram_core::reader::{Advice, Io, Options, Reader as CoreReader};
+use engram_core::mode::Io;
+use engram_core::reader::{Advice, Options, Reader as CoreReader};
 use engram_core::views::{Expectation, View, locate};
 use pyo3::prelude::*;
 

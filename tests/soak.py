@@ -1,0 +1,310 @@
+"""Ten minutes of everything at once: crowds, memory pressure, failing files, forks and reopenings.
+
+    python tests/soak.py [--seconds 600] [--seed 0] [--directory DIR]
+
+Every row that comes back is compared with what was stored. A row may be refused where a fault was
+injected; a wrong row, an unexpected exception, or memory, descriptors or threads that keep growing
+end it with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import engram
+from engram import synth
+
+sys.path.append(str(Path(__file__).parent / "faults"))
+
+from faulty_filesystem import FaultyFilesystem, why_not
+
+IO_MODES = ("auto", "auto", "mmap", "pread", "uring", "direct")
+SIZES = (1, 16, 48, 256, 2000, 6000)
+
+
+@dataclass
+class Subject:
+    """A table under test: what is stored, where it is opened, and whether it may fail."""
+
+    info: synth.SynthInfo
+    directory: Path
+    faulty: bool = False
+    gathers: list[engram.FileGather] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Soak:
+    def __init__(self, seed: int, scratch: Path, seconds: float) -> None:
+        self.until = time.monotonic() + seconds
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.lock = threading.Lock()
+        make = synth.write
+        sound = make(scratch / "sound", "qwen", dtype="fp8", rows=400_000, seed=seed)
+        planes = make(scratch / "planes", "deepseek", dtype="fp8", rows=60_000, seed=seed + 1)
+        cut = make(scratch / "cut", "qwen", dtype="fp8", rows=60_000, seed=seed + 2)
+        self.pristine = scratch / "pristine"
+        shutil.copytree(cut.directory, self.pristine)
+        self.cut = Subject(cut, cut.directory, faulty=True)
+        self.subjects = [
+            Subject(sound, sound.directory),
+            Subject(planes, planes.directory),
+            self.cut,
+        ]
+        self.disk: FaultyFilesystem | None = None
+        if why_not() is None:
+            disk = make(scratch / "disk", "qwen", dtype="fp8", rows=20_000, seed=seed + 3)
+            try:
+                self.disk = FaultyFilesystem(disk.directory, scratch / "mounted")
+            except OSError as error:
+                print(f"no failing disk: {error}")
+            else:
+                self.subjects.append(Subject(disk, self.disk.path, faulty=True))
+        for subject in self.subjects:
+            for io in sorted(set(IO_MODES)):
+                subject.gathers.append(engram.FileGather(subject.directory, 0, io=io))
+
+    def count(self, what: str) -> None:
+        with self.lock:
+            self.counts[what] += 1
+
+    def fail(self, what: str) -> None:
+        with self.lock:
+            self.failures.append(what)
+
+    def run(self, name: str, step, dice: random.Random) -> None:
+        while time.monotonic() < self.until and not self.failures:
+            try:
+                step(dice)
+            except Exception:
+                self.fail(f"{name}:\n{traceback.format_exc()}")
+
+    def gather(self, dice: random.Random) -> None:
+        """A batch from a table, compared row by row."""
+        subject = dice.choice(self.subjects)
+        with subject.lock:
+            gather = dice.choice(subject.gathers)
+        random_ids = np.random.default_rng(dice.getrandbits(32))
+        ids = random_ids.integers(0, gather.num_rows, dice.choice(SIZES))
+        if dice.random() < 0.2:
+            ids[random_ids.integers(0, len(ids), 1 + len(ids) // 8)] = -1
+        timeout = dice.choice((None, None, 5.0, 0.01))
+        if subject.faulty and self.disk and str(self.disk.path) in gather.files[0]:
+            timeout = timeout or 2.0  # A read may be held back.
+        try:
+            rows = gather.gather(ids, pad_id=-1, timeout=timeout)
+        except TimeoutError:
+            return self.count("timed out")
+        except OSError as error:
+            if not subject.faulty or error.row is None:
+                raise
+            return self.count("refused")
+        except ValueError as error:
+            if "closed" not in str(error):
+                raise
+            return self.count("closed")
+        self.compare(subject, ids, rows)
+        return self.count("right")
+
+    def compare(self, subject: Subject, ids: np.ndarray, rows) -> None:
+        padded = ids == -1
+        for name, expected in synth.expected_rows(subject.info, np.maximum(ids, 0), 0).items():
+            got = np.asarray(rows if len(subject.info.tables[0].planes) == 1 else rows[name])
+            expected[padded] = 0
+            wrong = (got.view(np.uint8).reshape(expected.shape) != expected).any(-1)
+            if wrong.any():
+                self.fail(f"WRONG ROWS of {subject.directory}: {ids[wrong][:10]}")
+
+    def disturb(self, dice: random.Random) -> None:
+        """Something else that may happen to a table."""
+        subject = dice.choice(self.subjects)
+        with subject.lock:
+            place = dice.randrange(len(subject.gathers))
+            gather = subject.gathers[place]
+        what = dice.choice(("drop", "prefetch", "prewarm", "verify", "reopen", "open", "stats"))
+        try:
+            if what == "drop":
+                engram.drop_cache(gather.files)
+            elif what == "prefetch":
+                gather.prefetch(np.arange(0, gather.num_rows, 37))
+            elif what == "prewarm":
+                gather.prewarm(dice.randrange(1 << 20, 1 << 26))
+            elif what == "verify":
+                problems = gather.verify(50).problems
+                if problems and not subject.faulty:
+                    self.fail(f"verify: {problems[0]}")
+            elif what == "reopen":
+                gather.reopen()
+            elif what == "open":
+                new = engram.FileGather(subject.directory, 0, io=dice.choice(IO_MODES))
+                with subject.lock:
+                    old, subject.gathers[place] = subject.gathers[place], new
+                old.close()
+            else:
+                gather.stats()
+        except (OSError, engram.CheckpointError):
+            if not subject.faulty:
+                raise
+        except ValueError as error:
+            if "closed" not in str(error):
+                raise
+        self.count(what)
+        time.sleep(dice.random() / 20)
+
+    def damage(self, dice: random.Random) -> None:
+        """Cuts a file, and puts the whole checkpoint back a little later."""
+        files = sorted(self.cut.directory.glob("*.safetensors"))
+        victim = dice.choice(files)
+        size = victim.stat().st_size
+        os.truncate(victim, dice.randrange(size) if dice.random() < 0.8 else 0)
+        self.count("cut")
+        time.sleep(dice.random() / 4)
+        for file in files:
+            # A new file under the old name: what is open keeps what is left of the old one.
+            shutil.copy(self.pristine / file.name, file.with_suffix(".new"))
+            file.with_suffix(".new").rename(file)
+        for gather in list(self.cut.gathers):
+            try:
+                gather.reopen()
+            except ValueError as error:
+                if "closed" not in str(error):
+                    raise
+        time.sleep(dice.random() / 4)
+
+    def break_disk(self, dice: random.Random) -> None:
+        """Errors, held-back and short reads on the filesystem of our own."""
+        assert self.disk is not None
+        name = dice.choice(sorted(path.name for path in self.disk.path.glob("*.safetensors")))
+        start = dice.randrange(3 << 20)
+        region = [(start, start + dice.choice((1, 4096, 1 << 18)))]
+        rules = dice.choice(({"errors": region}, {"stalls": region}, {"gone": True}, {}))
+        self.disk.set(name, **rules)
+        self.count("disk: " + " ".join(rules or ("well",)))
+        time.sleep(dice.random() / 5)
+        self.disk.set(name)
+
+    def press(self, dice: random.Random) -> None:
+        """Takes memory and gives it back."""
+        block = np.ones(dice.randrange(1 << 20, 1 << 28), np.uint8)
+        time.sleep(dice.random() / 5)
+        del block
+        self.count("pressed")
+
+    def fork(self, dice: random.Random) -> None:
+        """A child gathers from everything that was open."""
+        subject = self.subjects[0]
+        with subject.lock:
+            gather = dice.choice(subject.gathers)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                ids = np.arange(0, 3000, 7)
+                self.failures.clear()
+                self.compare(subject, ids, gather.gather(ids))
+                code = 2 if self.failures else 0
+            except ValueError:
+                code = 0  # Closed by its parent a moment ago.
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code != 0:
+            self.fail(f"a forked child ended with {code}")
+        self.count("forked")
+        time.sleep(0.2)
+
+    def close(self) -> None:
+        for subject in self.subjects:
+            for gather in subject.gathers:
+                gather.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+def state() -> dict[str, int]:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "memory": int(status["RssAnon"].split()[0]) >> 10,
+        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "threads": int(status["Threads"]),
+    }
+
+
+ALLOWED = {"memory": 48, "descriptors": 24, "threads": 48}
+"""Growth from the second quarter to the last: MiB, and what is in use at one moment or another."""
+
+
+def grown(samples: list[dict[str, int]]) -> list[str]:
+    quarter = len(samples) // 4
+    found = []
+    for name, allowed in ALLOWED.items():
+        early = statistics.median(each[name] for each in samples[quarter : 2 * quarter])
+        late = statistics.median(each[name] for each in samples[-quarter:])
+        if late - early > allowed:
+            found.append(f"{name} grew from {early} to {late}")
+    return found
+
+
+def watch(threads: list[threading.Thread], soak: Soak, seconds: float) -> list[dict[str, int]]:
+    """Runs the threads; how the process was while they ran."""
+    samples, next_word = [], 0.0
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        samples.append(state())
+        if time.monotonic() > next_word:
+            next_word = time.monotonic() + 30
+            print(f"{samples[-1]} {dict(soak.counts)}", flush=True)
+        time.sleep(min(1, seconds / 40))
+    return samples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31))
+    parser.add_argument("--directory", type=Path)
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    print(f"seed {seed}, {arguments.seconds:.0f} seconds", flush=True)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        soak = Soak(seed, Path(scratch), arguments.seconds)
+        jobs = [("gather", soak.gather)] * 8 + [("disturb", soak.disturb)] * 2
+        jobs += [("damage", soak.damage), ("press", soak.press), ("fork", soak.fork)]
+        if soak.disk is not None:
+            jobs.append(("disk", soak.break_disk))
+        threads = [
+            threading.Thread(target=soak.run, args=(name, job, random.Random(f"{seed}.{place}")))
+            for place, (name, job) in enumerate(jobs)
+        ]
+        try:
+            samples = watch(threads, soak, arguments.seconds)
+        finally:
+            soak.until = 0
+            for thread in threads:
+                thread.join()
+            soak.close()
+    failures = soak.failures + (grown(samples) if arguments.seconds >= 60 else [])
+    print(f"{samples[-1]} {dict(soak.counts)}")
+    for failure in failures:
+        print(failure)
+    print(f"seed {seed}: {'FAILED' if failures else 'no wrong row, nothing grew'}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
