@@ -21,6 +21,7 @@ from engram.ticket import Ticket, submit
 from engram.verification import Verification
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -429,8 +430,6 @@ class FileGather:
             f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} "
             f"bytes ({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
         )
-
-
 
 
 def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:

@@ -22,8 +22,8 @@ SEGMENT_BYTES = 1 << 30
 TIME_LIMIT = 600.0
 """Seconds after which registering is given up; a page takes well under a microsecond."""
 
-# Usable from every context of the process, and mapped into the device's address space.
-_PORTABLE, _MAPPED = 1, 2
+# With one address space for host and devices: mapped there, and usable from every context.
+_DEFAULT = 0
 
 
 class Pinning:
@@ -76,7 +76,7 @@ class Pinning:
             raise
 
     def _register(self, address: int, length: int, nbytes: int) -> None:
-        status = int(self._runtime.cudaHostRegister(address, length, _PORTABLE | _MAPPED))
+        status = int(self._runtime.cudaHostRegister(address, length, _DEFAULT))
         if status == 0:
             self._segments.append(address)
             return

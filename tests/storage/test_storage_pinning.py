@@ -33,7 +33,7 @@ class Runtime:
         if too_large or too_many:
             self.last_error = 1
             return 1
-        assert flags == 3
+        assert flags == 0
         self.registered[address] = nbytes
         return 0
 
