@@ -22,9 +22,9 @@ CORE_ORDER = [
     "header", "checkpoint", "table", "discover",
     "plan",
     "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
-    "fetch", "mode", "cuts", "trim", "stats", "reader",
+    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
     "reread", "gather", "verify", "warm",
-    "in_flight", "schedule", "ticket",
+    "schedule", "ticket",
     "hash", "step",
     "bench",
 ]
@@ -32,7 +32,7 @@ CORE_ORDER = [
 
 BINDING_ORDER = [
     "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
-    "hash", "ticket", "gather", "step", "bench",
+    "hash", "gather", "ticket", "step", "bench",
 ]
 """The same for the binding, which may import all of the core."""
 
