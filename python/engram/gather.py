@@ -71,7 +71,9 @@ class FileGather:
         io: `"auto"` copies resident rows from a mapping and reads the others with many reads in
             flight; `"mmap"` advises the kernel of every page range, then copies from a mapping;
             `"pread"` reads with threads; `"uring"` reads through io_uring; `"direct"` bypasses the
-            page cache. What runs in the end, and why, is in `stats()["io"]`.
+            page cache. What runs in the end, and why, is in `stats()["io"]`. Mappings come with
+            a handler of SIGBUS for pages that cannot be read; `ENGRAM_SIGBUS=0` in the environment
+            forbids both.
         cache_bytes: Budget for a cache of rows; 0, the only value so far, is none.
         threads: Threads for large copies; None for the smaller of CPU affinity and cgroup quota.
         advice: Advice for the mapping: `"random"` (which `"auto"` chooses) makes an unexpected
