@@ -18,12 +18,13 @@ PYTHON = ROOT / "python" / "engram"
 
 # fmt: off
 CORE_ORDER = [
-    "error", "latency", "cgroup", "primes",
+    "error", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
     "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
     "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
-    "reread", "gather", "verify", "warm",
+    "views", "load",
+    "reread", "gather", "verify", "warm", "hosted",
     "schedule", "ticket",
     "hash", "step",
     "bench",
@@ -32,15 +33,16 @@ CORE_ORDER = [
 
 BINDING_ORDER = [
     "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
-    "hash", "gather", "ticket", "step", "bench",
+    "hash", "gather", "ticket", "step", "hosted", "views", "bench",
 ]
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
     "_engram", "_errors", "_notices", "_dtypes", "_arguments",
-    "table", "_arrays", "rows", "buffer", "verification", "ticket", "gather", "table_set",
+    "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
+    "gather", "table_set", "views",
     "quant", "hashing",
-    "model_config", "config", "collective", "parallel", "exchange",
+    "model_config", "config", "collective", "parallel", "exchange", "storage",
     "lookahead", "copier", "stagetables", "staging", "embedding", "integrations",
     "synth",
     "cli", "__main__",

@@ -16,6 +16,7 @@ from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._notices import notify
 from engram._targets import PlaneTargets, allocate, targets
+from engram._views import expectation, open_views
 from engram.table import Planes, TableInfo
 from engram.ticket import Ticket, submit
 from engram.verification import Verification
@@ -138,14 +139,13 @@ class FileGather:
             num_rows: Rows of the table, padding rows included, or the model's configuration.
 
         Raises:
-            Exception: As `ViewLoader.add` and `ViewLoader.bind` do.
+            Exception: As `ViewLoader`, its `add` and its `bind` do.
         """
-        from engram.views import ViewLoader
-
-        loader = ViewLoader(num_rows)
-        for name, tensor in mapping.items():
-            loader.add(name, tensor)
-        return loader.bind()
+        views = {
+            name: tensor for name, tensor in mapping.items() if _engram.table_of(name) is not None
+        }
+        others = len(mapping) - len(views)
+        return cls.over(open_views(views, others, expectation(num_rows)))
 
     def _describe(self, description: dict[str, Any]) -> None:
         self._info = TableInfo.from_native(description)

@@ -14,19 +14,11 @@ table = loader.bind()  # an engram.FileGather
 
 from __future__ import annotations
 
-import json
-import operator
-import os
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from engram import _engram
-from engram._arrays import is_torch
 from engram._errors import placed
+from engram._views import described, expectation, open_views
 from engram.gather import FileGather
 
 if TYPE_CHECKING:
@@ -35,26 +27,6 @@ if TYPE_CHECKING:
     from engram.gather import Advice, Io
 
 __all__ = ["ViewLoader"]
-
-_SAFETENSORS: dict[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-"""Names of element types in torch and ml_dtypes, and in safetensors files."""
 
 
 class ViewLoader:
@@ -77,7 +49,7 @@ class ViewLoader:
     """
 
     def __init__(self, config_or_num_rows: Any) -> None:
-        self._num_rows, self._config = _expectation(config_or_num_rows)
+        self._expected = expectation(config_or_num_rows)
         self._views: dict[str, Any] = {}
         self._seen: dict[str, str] = {}
         self._others = 0
@@ -113,7 +85,7 @@ class ViewLoader:
         plain = name.replace("language_model.", "")
         if plain in self._seen:
             raise placed(ValueError(f"tensor {name!r} was added before, as {self._seen[plain]!r}"))
-        _describe(name, tensor)  # What cannot be bound is refused where it comes from.
+        described(name, tensor)  # What cannot be bound is refused where it comes from.
         self._seen[plain] = name
         self._views[name] = tensor
         return True
@@ -155,9 +127,15 @@ class ViewLoader:
         """
         if not self._views and self._bound:
             raise placed(RuntimeError("the table is bound already; weights are loaded once"))
-        views = [(name, *_describe(name, tensor)) for name, tensor in self._views.items()]
-        native = _engram.bind_views(
-            views, self._num_rows, self._config, table, io, threads, advice, max_mapped_bytes
+        native = open_views(
+            self._views,
+            self._others,
+            self._expected,
+            table,
+            io=io,
+            threads=threads,
+            advice=advice,
+            max_mapped_bytes=max_mapped_bytes,
         )
         gather = FileGather.over(native)
         if gather.info.name in self._bound:
@@ -190,86 +168,3 @@ def _plain(name: str) -> str:
 
 def _table_key(name: str) -> str:
     return _plain(_engram.table_of(name) or "")
-
-
-def _describe(name: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
-    """Safetensors dtype, shape and address of a contiguous tensor in host memory."""
-    kind = type(cast("object", tensor))
-    if is_torch(tensor):
-        if tensor.device.type != "cpu":
-            raise placed(
-                TypeError(
-                    f"tensor {name!r} is on {tensor.device}; a view into a mapped file is on the "
-                    "CPU. Load the table's tensors with device='cpu'"
-                )
-            )
-        if _is_pinned(tensor):
-            raise placed(
-                ValueError(
-                    f"tensor {name!r} is backed by pinned host memory, not by a checkpoint file: "
-                    "its loader made a copy of it. Hand over the views that safetensors' safe_open "
-                    "gives, or open the checkpoint by its path: engram.FileGather(path)"
-                )
-            )
-        contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
-    elif issubclass(kind, np.ndarray):
-        contiguous, address = tensor.flags.c_contiguous, tensor.__array_interface__["data"][0]
-    else:
-        raise placed(
-            TypeError(
-                f"tensor {name!r} is a {kind.__name__}; pass a CPU torch tensor or a NumPy "
-                "array, such as safe_open(...).get_tensor(name) gives"
-            )
-        )
-    if not contiguous:
-        raise placed(ValueError(f"tensor {name!r} is not contiguous; its rows lie apart in memory"))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in _SAFETENSORS:
-        raise placed(TypeError(f"tensor {name!r} has dtype {dtype}, which safetensors has not"))
-    shape: tuple[int, ...] = tuple(tensor.shape)
-    return _SAFETENSORS[dtype], shape, address
-
-
-def _is_pinned(tensor: Any) -> bool:
-    """Whether CUDA knows the memory, where this process uses CUDA at all."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda is not None and cuda.is_initialized() and tensor.is_pinned()
-
-
-def _expectation(given: Any) -> tuple[int | None, str | None]:
-    """The number of rows, or the text of the configuration that implies it."""
-    if isinstance(given, int | np.integer) and not isinstance(given, bool):
-        rows = operator.index(cast("Any", given))
-        if rows < 1:
-            raise placed(ValueError(f"num_rows={rows} must be at least 1"))
-        return rows, None
-    return None, configuration_text(given)
-
-
-def configuration_text(given: Any) -> str:
-    """A model's configuration as JSON.
-
-    Args:
-        given: A transformers configuration, vLLM's `ModelConfig`, the content of a `config.json` as
-            a mapping, or its path or directory.
-
-    Raises:
-        TypeError: None of these.
-        FileNotFoundError: There is no such file.
-    """
-    if isinstance(given, str | os.PathLike):
-        path = Path(cast("Any", given))
-        path = path / "config.json" if path.is_dir() else path
-        return path.read_text()
-    config: Any = getattr(given, "hf_config", given)
-    to_dict = getattr(config, "to_dict", None)
-    if callable(to_dict):
-        config = to_dict()
-    if not isinstance(config, Mapping):
-        raise placed(
-            TypeError(
-                "expected a number of rows, a model configuration, its mapping or the path of its "
-                f"config.json, not {type(given).__name__}"
-            )
-        )
-    return json.dumps(dict(cast("Mapping[str, Any]", config)), default=str)

@@ -33,7 +33,7 @@ def views(info, framework="pt"):
 def mapped_views(info):
     """Every tensor as NumPy views into mapped files, dtypes included."""
     from engram._dtypes import NUMPY
-    from engram.views import _SAFETENSORS
+    from engram._views import _SAFETENSORS
 
     dtypes = {
         stored: np.dtype(NUMPY[name]) for name, stored in _by_stored_name(NUMPY, _SAFETENSORS)

@@ -222,8 +222,10 @@ def test_what_cannot_be_a_view_is_refused_at_once(checkpoint):
     with pytest.raises(TypeError, match="complex64"):
         loader.add(name, torch.zeros(2, 2, dtype=torch.complex64))
     assert not loader.add("lm_head.weight", torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="no tensor was added"):
+    with pytest.raises(ValueError, match="none of the 1 tensors given belongs to"):
         loader.bind()
+    with pytest.raises(ValueError, match="no tensor was added"):
+        engram.ViewLoader(10).bind()
 
 
 def test_the_number_of_rows_must_be_known(checkpoint):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from engram import _engram
 from engram._errors import placed
+from engram._views import configuration_text
 from engram.gather import FileGather
 from engram.table import Planes, TableInfo, tables
-from engram.views import ViewLoader, configuration_text
+from engram.views import ViewLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
