@@ -121,7 +121,7 @@ class FileGather:
         self._describe(self._native.table())
 
     @classmethod
-    def over(cls, native: _engram.Reader) -> FileGather:
+    def _over(cls, native: _engram.Reader) -> FileGather:
         """The gather over a table that the native half has opened."""
         gather = cls.__new__(cls)
         description = native.table()
@@ -145,7 +145,7 @@ class FileGather:
             name: tensor for name, tensor in mapping.items() if _engram.table_of(name) is not None
         }
         others = len(mapping) - len(views)
-        return cls.over(open_views(views, others, expectation(num_rows)))
+        return cls._over(open_views(views, others, expectation(num_rows)))
 
     def _describe(self, description: dict[str, Any]) -> None:
         self._info = TableInfo.from_native(description)

@@ -137,7 +137,7 @@ class ViewLoader:
             advice=advice,
             max_mapped_bytes=max_mapped_bytes,
         )
-        gather = FileGather.over(native)
+        gather = FileGather._over(native)  # pyright: ignore[reportPrivateUsage]
         if gather.info.name in self._bound:
             raise placed(RuntimeError(f"table {gather.info.name!r} is bound already"))
         self._bound.add(gather.info.name)
