@@ -24,15 +24,16 @@ _ROWS_PER_PROGRAM = 16
 
 @triton.jit
 def _copy_rows_kernel(
-    table: Any,
-    ids: Any,
-    out: Any,
-    count: Any,
-    row_words: Any,
-    out_stride: Any,
+    table,
+    ids,
+    out,
+    count,
+    row_words,
+    out_stride,
     rows: tl.constexpr,
     words: tl.constexpr,
 ):
+    # The compiler looks annotations up, so only those of its own may stand here.
     position = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     inside = position < count
     row = tl.load(ids + position, mask=inside, other=-1)

@@ -135,7 +135,9 @@ class Segment:
             OSError: It cannot be opened: that process has ended, or is out of sight.
             ValueError: What was opened is not that segment.
         """
-        fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(
+            f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY
+        )
         try:
             token = bytes.fromhex(offer["token"])
             found = os.pread(fd, _HEADER.size, _in_pages(nbytes))

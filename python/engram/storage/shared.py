@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -230,5 +231,6 @@ def _text(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return f"there is no {error.filename}"
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        where = "" if error.errno == errno.ENOSPC else f" ({error.filename})"
+        return f"{error.strerror}{where}"
     return str(error)

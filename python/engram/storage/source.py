@@ -61,7 +61,7 @@ def opened(table: Any) -> Source:
     if isinstance(table, TableInfo):
         return Source(table)
     if isinstance(table, FileGather):
-        return Source(table.info, table, owned=False, directory=_directory(table.files[0]))
+        return Source(table.info, table, owned=False, directory=_directory(_path(table)))
     if isinstance(table, ViewLoader):
         gather = table.bind()
         return Source(gather.info, gather, owned=True)
@@ -90,7 +90,7 @@ def described(table: Any) -> Source:
     if isinstance(table, TableInfo):
         return Source(table)
     if isinstance(table, FileGather):
-        return Source(table.info, directory=_directory(table.files[0]))
+        return Source(table.info, directory=_directory(_path(table)))
     path, name = _path_and_name(table)
     if path is None:
         pair = cast("tuple[Any, Any]", table if isinstance(table, tuple) else (table, None))
@@ -113,6 +113,11 @@ def _path_and_name(table: Any) -> tuple[str | None, str | int | None]:
     if isinstance(table, str | os.PathLike):
         return os.fspath(cast("str", table)), name
     return None, name
+
+
+def _path(gather: FileGather) -> str:
+    """As it was opened: links into a cache are resolved in `gather.files`."""
+    return gather._path  # pyright: ignore[reportPrivateUsage]
 
 
 def _directory(path: str) -> Path:

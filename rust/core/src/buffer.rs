@@ -89,16 +89,24 @@ impl HostBuffer {
     }
 
     /// Maps the first `bytes` bytes of `file` for reading and writing, shared with whoever else
-    /// maps it. The file must have at least as many.
+    /// maps it. The file must have at least as many, for as long as the buffer lives.
     pub fn shared(file: BorrowedFd<'_>, bytes: usize) -> Result<Self> {
+        let refuse = |errno| Error::Io {
+            doing: format!("cannot map {bytes} bytes of shared memory"),
+            errno,
+            place: Box::default(),
+        };
+        let status = rustix::fs::fstat(file).map_err(|errno| refuse(errno.raw_os_error()))?;
+        if u64::try_from(status.st_size).is_ok_and(|size| size < bytes as u64) {
+            return Err(Error::value(format!(
+                "a file of {} bytes cannot be mapped as {bytes} bytes of memory",
+                status.st_size
+            )));
+        }
         let map = MmapOptions::new()
             .len(bytes.max(1))
             .map_raw(file.as_raw_fd())
-            .map_err(|error| Error::Io {
-                doing: format!("cannot map {bytes} bytes of shared memory"),
-                errno: error.raw_os_error().unwrap_or(libc::ENOMEM),
-                place: Box::default(),
-            })?;
+            .map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
         Ok(Self {
             len: map.len(),
             map: Mapping::Shared(map),

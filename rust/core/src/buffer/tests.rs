@@ -77,3 +77,15 @@ fn writing_past_the_last_row_panics() {
     let mut memory = vec![0_u8; 12];
     PlaneSink::new(&mut memory, 0, 4, 4, 3).unwrap().zero(3);
 }
+
+#[test]
+fn files_that_are_too_short_are_refused() {
+    use std::os::fd::AsFd as _;
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(100).unwrap();
+    assert!(HostBuffer::shared(file.as_fd(), 100).is_ok());
+    let error = HostBuffer::shared(file.as_fd(), 101)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("a file of 100 bytes"), "{error}");
+}
