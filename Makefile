@@ -20,6 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BENCHES ?= warm cold mixed hash
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml \
 	$(shell find rust -name '*.rs' -o -name 'Cargo.toml')
@@ -47,6 +48,10 @@ test: $(PLAIN) $(DEV) ## Test the core, then the Python package.
 .PHONY: test-gpu
 test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every test is skipped.
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: $(PLAIN) $(DEV) ## Crowds, memory pressure, failing files and forks at random; SOAK_ARGS="--seconds 600".
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 .PHONY: lint lint-rust lint-python lint-types
 lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings being errors (-k: all of them).
