@@ -50,7 +50,7 @@ test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every te
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(PLAIN) $(DEV) ## Crowds, memory pressure, failing files and forks at random; SOAK_ARGS="--seconds 600".
+soak: $(PLAIN) $(DEV) ## Ten minutes of crowds and faults at random; SOAK_ARGS="--seconds 60 --seed 7".
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 .PHONY: lint lint-rust lint-python lint-types

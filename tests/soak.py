@@ -259,6 +259,20 @@ def grown(samples: list[dict[str, int]]) -> list[str]:
     return found
 
 
+def watch(threads: list[threading.Thread], soak: Soak, seconds: float) -> list[dict[str, int]]:
+    """Runs the threads; how the process was while they ran."""
+    samples, next_word = [], 0.0
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        samples.append(state())
+        if time.monotonic() > next_word:
+            next_word = time.monotonic() + 30
+            print(f"{samples[-1]} {dict(soak.counts)}", flush=True)
+        time.sleep(min(1, seconds / 40))
+    return samples
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600)
@@ -274,23 +288,16 @@ def main() -> int:
         if soak.disk is not None:
             jobs.append(("disk", soak.break_disk))
         threads = [
-            threading.Thread(
-                target=soak.run, args=(name, job, random.Random(f"{soak.seed}.{place}"))
-            )
+            threading.Thread(target=soak.run, args=(name, job, random.Random(f"{seed}.{place}")))
             for place, (name, job) in enumerate(jobs)
         ]
-        samples, next_word = [], 0.0
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            samples.append(state())
-            if time.monotonic() > next_word:
-                next_word = time.monotonic() + 30
-                print(f"{samples[-1]} {dict(soak.counts)}", flush=True)
-            time.sleep(min(1, arguments.seconds / 40))
-        for thread in threads:
-            thread.join()
-        soak.close()
+        try:
+            samples = watch(threads, soak, arguments.seconds)
+        finally:
+            soak.until = 0
+            for thread in threads:
+                thread.join()
+            soak.close()
     failures = soak.failures + (grown(samples) if arguments.seconds >= 60 else [])
     print(f"{samples[-1]} {dict(soak.counts)}")
     for failure in failures:

@@ -22,24 +22,26 @@ CORE_ORDER = [
     "header", "checkpoint", "table", "discover",
     "plan",
     "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
-    "fetch", "mode", "cuts", "trim", "stats", "reader",
+    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
     "reread", "gather", "verify", "warm",
-    "hash",
+    "schedule", "ticket",
+    "hash", "step",
     "bench",
 ]
 """The core's modules as a row meets them. A module imports only modules that stand before it."""
 
 BINDING_ORDER = [
-    "errors", "gate", "table", "stats", "verification", "buffer",
-    "hash", "gather", "bench",
+    "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
+    "hash", "gather", "ticket", "step", "bench",
 ]
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
     "_engram", "_errors", "_notices", "_dtypes", "_arguments",
-    "table", "_arrays", "rows", "buffer", "verification", "gather", "table_set",
+    "table", "_arrays", "rows", "buffer", "verification", "ticket", "gather", "table_set",
     "quant", "hashing",
     "model_config", "config", "collective", "parallel", "exchange",
+    "lookahead", "copier", "stagetables", "staging", "embedding", "integrations",
     "synth",
     "cli", "__main__",
 ]

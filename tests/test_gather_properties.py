@@ -68,7 +68,7 @@ def ids_for(draw, rows: int, pad_id: int | None):
     array = plain.astype(draw(st.sampled_from(fitting)))
     form = draw(st.sampled_from(["numpy", "strided", "fortran", "torch", "list"]))
     if form == "list":
-        return plain.tolist(), plain
+        return plain.tolist(), np.array(plain.tolist(), np.int64)
     if form == "torch":
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))), plain
     if form == "fortran" and array.ndim:

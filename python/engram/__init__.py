@@ -15,6 +15,7 @@ from engram.gather import FileGather, Residency, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 from engram.table_set import TableSet
+from engram.ticket import Ticket
 from engram.verification import Problem, Verification
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "FileGather",
     "Groups",
     "HostBuffer",
+    "NgramEmbedding",
     "PieceInfo",
     "PlaneInfo",
     "Planes",
@@ -33,8 +35,10 @@ __all__ = [
     "Rows",
     "Shard",
     "ShardedLookup",
+    "Stage",
     "TableInfo",
     "TableSet",
+    "Ticket",
     "TokenHistory",
     "Verification",
     "__version__",
@@ -49,18 +53,22 @@ __all__ = [
 
 if TYPE_CHECKING:
     from engram.config import EngramConfig, model_has_engram_layers
+    from engram.embedding import NgramEmbedding
     from engram.exchange import ReadOncePerNode, ShardedLookup
     from engram.hashing import TokenHistory, gather_tokens, hasher
     from engram.parallel import Groups, Shard, new_groups
     from engram.quant import Dequantizer, dequantize
+    from engram.staging import Stage
 
 _LAZY: dict[str, str] = {
     "Dequantizer": "engram.quant",
     "EngramConfig": "engram.config",
     "Groups": "engram.parallel",
+    "NgramEmbedding": "engram.embedding",
     "ReadOncePerNode": "engram.exchange",
     "Shard": "engram.parallel",
     "ShardedLookup": "engram.exchange",
+    "Stage": "engram.staging",
     "TokenHistory": "engram.hashing",
     "dequantize": "engram.quant",
     "gather_tokens": "engram.hashing",

@@ -18,6 +18,7 @@ from engram._notices import notify
 from engram.buffer import HostBuffer
 from engram.rows import Rows
 from engram.table import PlaneInfo, Planes, TableInfo
+from engram.ticket import Ticket, submit
 from engram.verification import Verification
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class FileGather:
         io: `"auto"` copies resident rows from a mapping and reads the others with many reads in
             flight; `"mmap"` advises the kernel of every page range, then copies from a mapping;
             `"pread"` reads with threads; `"uring"` reads through io_uring; `"direct"` bypasses the
-            page cache. What runs in the end, and why, is in `stats()["io"]`.
+            page cache. What runs in the end, and why, is in `stats()["io"]`. Mappings come with
+            a handler of SIGBUS for pages that cannot be read; `ENGRAM_SIGBUS=0` in the environment
+            forbids both.
         cache_bytes: Budget for a cache of rows; 0, the only value so far, is none.
         threads: Threads for large copies; None for the smaller of CPU affinity and cgroup quota.
         advice: Advice for the mapping: `"random"` (which `"auto"` chooses) makes an unexpected
@@ -178,6 +181,34 @@ class FileGather:
             complete(error, table=self._info.name)
             raise
         return rows
+
+    def submit(
+        self,
+        ids: Any,
+        out: Any = None,
+        *,
+        pad_id: int | None = None,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Starts a gather and returns at once; the rows arrive while the caller works.
+
+        Args:
+            ids: As for `gather`; copied, so that they may change afterwards.
+            out: As for `gather`. It is written to inside `Ticket.wait` and at no other time.
+            pad_id: As for `gather`.
+            deadline: Seconds from now after which the ticket ends with TimeoutError. Tickets are
+                served earliest deadline first, those without one last, in order of arrival. Rows
+                not proven resident are then read rather than faulted in, as with a timeout.
+
+        Returns:
+            The ticket, whose `wait` returns the rows or raises what `gather` would have raised.
+
+        Raises:
+            TypeError: Ids that are no integers or live on a device; `out` of another dtype.
+            ValueError: `out` of the wrong shape, not contiguous or read-only; or closed.
+        """
+        wanted = [(self._info.name, self, ids, out)]
+        return submit(wanted, pad_id=pad_id, deadline=deadline, named=False)
 
     def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[Request, Any]:
         """What the native half takes for one table, and the rows that it will fill."""
@@ -300,7 +331,10 @@ class FileGather:
         self._path = path
 
     def close(self) -> None:
-        """Closes the files once running calls have ended; later calls raise ValueError."""
+        """Closes the files once running calls and tickets have ended; later calls raise ValueError.
+
+        Tickets in flight are served first; their rows can be waited for afterwards.
+        """
         self._native.close()
 
     @property

@@ -11,6 +11,7 @@ from engram._arguments import out_of_range, path_text
 from engram._errors import complete, placed
 from engram.gather import FileGather
 from engram.table import tables
+from engram.ticket import Ticket, submit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,11 +93,7 @@ class TableSet:
         given: Mapping[str, Any] = {} if out is None else out
         _require_mapping("ids", ids)
         _require_mapping("out", given)
-        for name in (*ids, *given):
-            if name not in self._gathers:
-                raise placed(
-                    ValueError(f"no table {name!r} in this set; it has {list(self._gathers)}")
-                )
+        self._require_known(*ids, *given)
         requests: list[Request] = []
         rows: dict[str, Any] = {}
         name = None
@@ -114,6 +111,45 @@ class TableSet:
             complete(error, table=name)
             raise
         return rows
+
+    def submit(
+        self,
+        ids: Mapping[str, Any],
+        out: Mapping[str, Any] | None = None,
+        *,
+        pad_id: int | None = None,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Starts one gather over several tables and returns at once.
+
+        Args:
+            ids: Row ids per table name, as for `FileGather.submit`.
+            out: Where rows go, for all of the tables or none.
+            pad_id: As for `FileGather.gather`.
+            deadline: As for `FileGather.submit`.
+
+        Returns:
+            The ticket, whose `wait` returns rows per table name, in the order of `ids`.
+
+        Raises:
+            ValueError: A name that is no table of this set; the names are listed.
+            Exception: As `FileGather.submit` does.
+        """
+        given: Mapping[str, Any] = {} if out is None else out
+        _require_mapping("ids", ids)
+        _require_mapping("out", given)
+        self._require_known(*ids, *given)
+        wanted = [
+            (name, self._gathers[name], table, given.get(name)) for name, table in ids.items()
+        ]
+        return submit(wanted, pad_id=pad_id, deadline=deadline, named=True)
+
+    def _require_known(self, *names: str) -> None:
+        for name in names:
+            if name not in self._gathers:
+                raise placed(
+                    ValueError(f"no table {name!r} in this set; it has {list(self._gathers)}")
+                )
 
     @property
     def gathers(self) -> dict[str, FileGather]:

@@ -14,7 +14,7 @@ def test_everything_at_once(tmp_path):
         [sys.executable, SOAK, "--seconds", "6", "--seed", "1", "--directory", tmp_path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -182,6 +182,11 @@ impl OpenFile {
         Some(self.cut.load(Ordering::Relaxed)).filter(|&cut| cut != u64::MAX)
     }
 
+    /// Where the file ends, as far as is known.
+    pub(crate) fn end(&self) -> u64 {
+        self.identity.len.min(self.cut.load(Ordering::Relaxed))
+    }
+
     /// Looks at the file's size, a tenth of a microsecond; whether it has never been found short.
     /// The last page of a file that was cut reads as zeros from a mapping, without any fault.
     pub(crate) fn is_whole(&self) -> io::Result<bool> {

@@ -10,6 +10,7 @@ use crate::cuts::Cuts;
 use crate::discover::{self, TableRef};
 use crate::error::{Error, Result};
 use crate::file::{Mapping, OpenFile};
+use crate::in_flight::InFlight;
 use crate::mode::{self, Io, Mode};
 use crate::stats::Stats;
 use crate::table::Table;
@@ -87,6 +88,7 @@ pub struct Reader {
     verify: AtomicU32,
     late_fallbacks: Mutex<Vec<String>>,
     prefetches: Entrance,
+    tickets: InFlight,
     closing: AtomicBool,
     options: Options,
     shadowed: Vec<Shadowed>,
@@ -219,6 +221,7 @@ impl Reader {
             verify: AtomicU32::new(0),
             late_fallbacks: Mutex::default(),
             prefetches: Entrance::default(),
+            tickets: InFlight::default(),
             closing: AtomicBool::new(false),
             options,
             shadowed,
@@ -302,6 +305,11 @@ impl Reader {
 
     pub(crate) fn prefetches(&self) -> &Entrance {
         &self.prefetches
+    }
+
+    /// Tickets that have not ended yet.
+    pub(crate) fn tickets(&self) -> &InFlight {
+        &self.tickets
     }
 
     /// Fallbacks taken at open and since.

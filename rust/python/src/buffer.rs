@@ -25,6 +25,13 @@ pub(crate) struct HostBuffer {
     nbytes: usize,
 }
 
+impl HostBuffer {
+    /// A buffer over memory that is there already, of which `nbytes` bytes count.
+    pub(crate) fn over(memory: CoreBuffer, nbytes: usize) -> Self {
+        Self { memory, nbytes }
+    }
+}
+
 #[pymethods]
 impl HostBuffer {
     #[new]
@@ -200,10 +207,20 @@ impl Output {
         row_bytes: usize,
         rows: usize,
     ) -> PyResult<PlaneSink<'_>> {
+        self.core_sink(offset, stride, row_bytes, rows).or_raise(py)
+    }
+
+    /// As [`Output::sink`], without the interpreter.
+    pub(crate) fn core_sink(
+        &self,
+        offset: usize,
+        stride: usize,
+        row_bytes: usize,
+        rows: usize,
+    ) -> engram_core::Result<PlaneSink<'_>> {
         let (address, length) = (self.0.buf_ptr().cast::<u8>(), self.0.len_bytes());
         // SAFETY: the export keeps `length` writable bytes at `address` alive as long as `self`,
         // which the sink borrows; Rust holds no reference into them.
         unsafe { PlaneSink::from_raw(address, length, offset, stride, row_bytes, rows) }
-            .or_raise(py)
     }
 }

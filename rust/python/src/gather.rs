@@ -10,6 +10,7 @@ use engram_core::discover::TableRef;
 use engram_core::gather::{self, Request, gather};
 use engram_core::mode::Io;
 use engram_core::reader::{Advice, Located, Options, Reader as CoreReader};
+use engram_core::ticket::drain;
 use engram_core::{verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -66,18 +67,23 @@ thread_local! {
 }
 
 impl Reader {
-    fn enter(&self, py: Python<'_>) -> PyResult<Entered<'_, CoreReader>> {
+    pub(crate) fn enter(&self, py: Python<'_>) -> PyResult<Entered<'_, CoreReader>> {
         self.reader.enter(py).ok_or_else(|| closed(py))
     }
 
     /// Refuses a number of outputs other than that of planes.
-    fn require_planes(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+    pub(crate) fn require_planes(&self, py: Python<'_>, count: usize) -> PyResult<()> {
         let planes = self.plane_bytes.len();
         if count == planes {
             return Ok(());
         }
         let text = format!("{count} outputs for a table of {planes} planes");
         Err(value_error(py, &text))
+    }
+
+    /// Bytes of a row, per plane.
+    pub(crate) fn plane_bytes(&self) -> &[usize] {
+        &self.plane_bytes
     }
 
     /// Bytes of the first plane's rows.
@@ -234,9 +240,22 @@ impl Reader {
         ))
     }
 
-    /// Closes after running calls have ended.
+    /// Closes after running calls and tickets in flight have ended.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.reader.close(py, CoreReader::close)
+        let mut open = None;
+        if let Ok(entered) = self.enter(py) {
+            open = Some(Arc::clone(&entered));
+        }
+        self.reader.close(py, CoreReader::close)?;
+        let Some(reader) = open else { return Ok(()) };
+        let interrupts = Interrupts::new(py, None)?;
+        let outcome = py.detach(|| {
+            let outcome = drain(&reader, &|| interrupts.attached(|_| Ok(())));
+            // The last holder closes the files.
+            drop(reader);
+            outcome
+        });
+        interrupts.raise(py, outcome)
     }
 
     /// Serves the table of the same name at `path` from now on; describes it. Calls under way end

@@ -69,6 +69,11 @@ impl Interrupts {
         })
     }
 
+    /// When the call's time is up.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
     pub(crate) fn run<T>(
         &self,
         body: impl FnOnce(&Control<'_>) -> engram_core::Result<T>,

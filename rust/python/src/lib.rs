@@ -13,7 +13,9 @@ mod gather;
 mod hash;
 mod interrupts;
 mod stats;
+mod step;
 mod table;
+mod ticket;
 mod verification;
 
 use pyo3::prelude::*;
@@ -37,7 +39,11 @@ mod _engram {
     #[pymodule_export]
     use crate::interrupts::at_exit;
     #[pymodule_export]
+    use crate::step::StepGather;
+    #[pymodule_export]
     use crate::table::tables;
+    #[pymodule_export]
+    use crate::ticket::{Ticket, submit};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the Python name")]

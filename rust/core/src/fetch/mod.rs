@@ -27,6 +27,8 @@ pub struct Batch<'a> {
     pub reads: &'a [Read],
     /// The files `Read::file` indexes.
     pub files: &'a [Arc<OpenFile>],
+    /// Where each of them ends, for the time of the batch.
+    pub ends: &'a [u64],
     /// Use the files' direct descriptors; reads are then aligned.
     pub direct: bool,
     /// Give up at this instant.
@@ -39,9 +41,7 @@ impl Batch<'_> {
     /// Bytes that `read` must deliver: all of it, or up to the end of the file where an aligned
     /// read reaches past it.
     pub fn expected(&self, read: &Read) -> u32 {
-        let file = &self.files[read.file as usize];
-        let end = file.cut().unwrap_or_else(|| file.len());
-        let left = end.saturating_sub(read.offset);
+        let left = self.ends[read.file as usize].saturating_sub(read.offset);
         u32::try_from(left).map_or(read.len, |left| left.min(read.len))
     }
 

@@ -321,6 +321,7 @@ mod tests {
         let batch = Batch {
             reads: &reads,
             files: &files,
+            ends: &[100_000],
             direct: false,
             deadline,
             interrupt: &|| Ok(()),

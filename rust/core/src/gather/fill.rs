@@ -275,9 +275,7 @@ impl Round<'_> {
 
     pub(super) fn fetch(&self, deferred: &mut Deferred<'_>, report: &mut Report) -> Result<()> {
         let started = Instant::now();
-        if self.files.iter().any(|file| file.cut().is_some()) {
-            proof::refuse_cut(self.lanes)?;
-        }
+        let mut ends = self.whole_rows()?;
         let direct = self.way.alignment.is_some();
         let mut reads = &self.plan.reads[..];
         let mut left = Vec::new();
@@ -285,26 +283,28 @@ impl Round<'_> {
             self.read_cached(&mut left, started)?;
             reads = &left;
         }
-        let batch = Batch {
-            reads,
-            files: self.files,
-            direct,
-            deadline: self.control.deadline,
-            interrupt: self.control.interrupt,
-        };
         let mut done = |index: usize, bytes: &[u8]| self.deliver(&reads[index], bytes);
         let mut idle = || deferred.step(self.lanes);
         let mut cost = Cost::default();
         while !reads.is_empty() {
-            let left = self.bytes_left();
-            match engine(self.reader())?.fetch(&batch, &mut done, &mut idle) {
+            let batch = Batch {
+                reads,
+                files: self.files,
+                ends: &ends,
+                direct,
+                deadline: self.control.deadline,
+                interrupt: self.control.interrupt,
+            };
+            let outcome = engine(self.reader())?.fetch(&batch, &mut done, &mut idle);
+            let now = self.whole_rows()?;
+            match outcome {
                 Ok(taken) => {
                     cost = taken;
                     break;
                 }
-                // A file was found cut short. Where the rows lie before the cut, the read only
-                // reached past it, and comes out whole once it is known to end there.
-                Err(_) if self.bytes_left() < left => proof::refuse_cut(self.lanes)?,
+                // A file was found cut short. All rows lie before the cut, so a read only reached
+                // past it, and comes out whole now that it is known to end there.
+                Err(_) if now != ends => ends = now,
                 Err(error) => return Err(self.locate(error)),
             }
         }
@@ -314,10 +314,14 @@ impl Round<'_> {
         Ok(())
     }
 
-    /// Bytes of the files that were not found cut off.
-    fn bytes_left(&self) -> u64 {
-        let left = |file: &Arc<OpenFile>| file.cut().unwrap_or_else(|| file.len());
-        self.files.iter().map(left).sum()
+    /// Where each file ends, all rows lying before that; an error if one does not. The ends are
+    /// taken first: they only come down, so what lies before a later end lies before these.
+    fn whole_rows(&self) -> Result<Vec<u64>> {
+        let ends: Vec<u64> = self.files.iter().map(|file| file.end()).collect();
+        if self.files.iter().any(|file| file.cut().is_some()) {
+            proof::refuse_cut(self.lanes)?;
+        }
+        Ok(ends)
     }
 
     /// Serves what the page cache holds with reads that do not wait, before any thread is woken.

@@ -70,9 +70,11 @@ fn read(reader: &Reader, ids: &[i64]) -> Result<()> {
             Ok(())
         }
     };
+    let ends: Vec<u64> = reader.files().iter().map(|file| file.end()).collect();
     let batch = Batch {
         reads: &plan.reads,
         files: reader.files(),
+        ends: &ends,
         direct: false,
         deadline: None,
         interrupt: &closing,

@@ -205,14 +205,12 @@ fn read_lost(
         .filter(|(_, lane)| lane.copied().is_some())
     {
         for (file, open) in lane.reader.files().iter().enumerate() {
-            let Some(bytes) = lost(lane, file) else {
+            if lost(lane, file).is_none() {
                 continue;
-            };
+            }
             give_up_lost(open)?;
             lane.reader.note_fallback(format!(
-                "bytes {} to {} of {} could not be read from the mapping; rows there are read instead",
-                bytes.start,
-                bytes.end,
+                "a part of the mapping of {} could not be read; rows there are read instead",
                 open.path().display()
             ));
             damaged.push(index);

@@ -1,0 +1,1 @@
+"""Model implementations that engram can serve the tables of."""
