@@ -93,7 +93,7 @@ pub fn load(
     while let Some((_, wanted)) = rows.next()? {
         by_count[usize::from(wanted)] += 1;
         seen += 1;
-        if seen % RESTORED_AT_ONCE == 0 {
+        if seen.is_multiple_of(RESTORED_AT_ONCE) {
             (control.interrupt)()?;
         }
     }

@@ -209,6 +209,7 @@ impl Memory {
 
     /// What is known of every row.
     #[inline(always)]
+    #[expect(clippy::cast_ptr_alignment, reason = "the buffer begins on a page")]
     pub(super) fn sets(&self) -> &[Set] {
         // SAFETY: the buffer begins on a page, is zeroed, and has room for the sets (`new`); zeros
         // are a valid `Set`, which is atomics only, so others may hold the same reference. Nothing

@@ -87,12 +87,12 @@ fn steps(ids: u64) -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(120))]
+    #![proptest_config(ProptestConfig::with_cases(48))]
     /// D19: what comes out of the cache is what was put in under that id, and nothing is in it that
     /// it does not say.
     #[test]
     fn agrees_with_a_dictionary(
-        plane_bytes in prop::collection::vec(prop_oneof![Just(160_usize), Just(8), 1_usize..300], 1..=3),
+        plane_bytes in prop::collection::vec(prop_oneof![Just(160_usize), Just(8), 1_usize..90], 1..=3),
         policy in prop::sample::select(POLICIES.to_vec()),
         sets in 1_usize..9,
         spread in prop_oneof![Just(1_u64), Just(7919), Just((1 << 31) + 11)],
@@ -213,7 +213,7 @@ fn a_scan_leaves_the_hot_rows() {
     for _ in 0..4 {
         hot.iter().copied().for_each(want);
     }
-    (0..5 * cache.capacity())
+    (0..3 * cache.capacity())
         .map(|id| (1 << 29) + id)
         .for_each(want);
     let left = hot.iter().filter(|&&id| cache.contains(id)).count();
@@ -231,7 +231,7 @@ fn threads_never_see_half_a_row() {
             for thread in 0..16_u64 {
                 let (cache, ids) = (&cache, &ids);
                 scope.spawn(move || {
-                    for turn in 0..300 {
+                    for turn in 0..100 {
                         let id = ids[(mix(thread << 32 | turn) % 60) as usize];
                         insert(cache, id, &row(id, planes, 0));
                         let wanted: Vec<i64> = (0..50)
@@ -246,7 +246,7 @@ fn threads_never_see_half_a_row() {
                 });
             }
         });
-        assert!(cache.len() > 0);
+        assert!(!cache.is_empty());
     }
 }
 

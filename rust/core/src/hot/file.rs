@@ -15,6 +15,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +27,9 @@ const VERSION: u32 = 1;
 
 /// Rows of a block, at most.
 const BLOCK: usize = 1 << 16;
+
+/// Files begun by this process: each has a temporary name of its own.
+static WRITERS: AtomicU64 = AtomicU64::new(0);
 
 /// Longest header believed: one of a hundred thousand files would fit.
 const LONGEST_HEADER: u32 = 4 << 20;
@@ -48,7 +52,7 @@ impl Identity {
         Self {
             table: table.name.clone(),
             rows: table.rows(),
-            encoding: table.encoding.name().to_owned(),
+            encoding: table.encoding.name(),
             row_bytes: table
                 .planes
                 .iter()
@@ -113,7 +117,8 @@ impl Writer {
             .ok_or_else(|| Error::value(format!("{} names no file to write", path.display())))?;
         let mut hidden = std::ffi::OsString::from(".");
         hidden.push(name);
-        hidden.push(format!(".{}.part", std::process::id()));
+        let number = WRITERS.fetch_add(1, Ordering::Relaxed);
+        hidden.push(format!(".{}.{number}.part", std::process::id()));
         let temporary = path.with_file_name(hidden);
         let file = OpenOptions::new()
             .write(true)
