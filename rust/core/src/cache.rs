@@ -1,21 +1,22 @@
 //! Rows kept in memory within a budget: rows, not pages, all planes of a row together.
 //!
 //! ```text
-//! id --mix--> set: two cache lines with the tags and counts of 24 rows
+//! id --mix--> set: one cache line with the tags and counts of 13 rows
 //!             way: the row's slot, all planes side by side
 //! ```
 //!
-//! A row that is in the cache costs those lines and its own. Nothing here reads files: a [`Cache`]
+//! A row that is in the cache costs that line and its own. Nothing here reads files: a [`Cache`]
 //! takes whole rows and gives them back. What a reader has of it, [`RowCache`], outlives a change of
 //! the budget.
 
 mod budget;
 mod claims;
+mod counts;
 mod memory;
 mod policy;
 mod shape;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use memory::{Memory, SET_BYTES, Set, WAYS};
@@ -23,6 +24,7 @@ use shape::Shape;
 
 pub use budget::RowCache;
 pub(crate) use claims::{Awaited, Claim, Claims, Mine, Waited};
+pub use counts::Batch;
 pub use policy::Policy;
 
 use smallvec::SmallVec;
@@ -66,7 +68,7 @@ pub struct Cache {
     budget: u64,
     sets: usize,
     /// Number of the next batch, which goes round and round.
-    batches: AtomicU8,
+    batches: AtomicU64,
     /// Takes no more rows: another cache has come in its place.
     retired: AtomicBool,
 }
@@ -118,7 +120,7 @@ impl Cache {
             policy,
             budget,
             sets,
-            batches: AtomicU8::new(0),
+            batches: AtomicU64::new(0),
             retired: AtomicBool::new(false),
         })
     }
@@ -178,8 +180,8 @@ impl Cache {
     }
 
     /// A number for a batch of look-ups: within it a row counts as wanted once.
-    pub fn batch(&self) -> u8 {
-        self.batches.fetch_add(1, Ordering::Relaxed)
+    pub fn batch(&self) -> Batch {
+        Batch::new(self.batches.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Copies the rows of `ids` that are in the cache to their positions, which begin with `first`,
@@ -191,7 +193,7 @@ impl Cache {
         first: usize,
         pad_id: Option<i64>,
         sinks: &[PlaneSink<'_>],
-        batch: u8,
+        batch: Batch,
         missed: &mut Vec<u32>,
     ) -> u64 {
         let mut hits = 0;
@@ -264,11 +266,10 @@ impl Cache {
     }
 
     #[inline]
-    fn wanted(&self, line: &Set, way: usize, batch: u8) {
-        let count = line.counts[way].load(Ordering::Relaxed);
+    fn wanted(&self, line: &Set, way: usize, batch: Batch) {
         // A row that everybody wants is not written to any more.
-        if count < self.policy.most() && line.stamp(batch, way) {
-            line.counts[way].store(count + 1, Ordering::Relaxed);
+        if let Some(counts) = line.counts().wanted(way, batch, self.policy.most()) {
+            line.set_counts(counts);
         }
     }
 
@@ -280,7 +281,7 @@ impl Cache {
 
     /// Copies a row to `planes`, one per plane, if it is in the cache, and counts it as wanted by
     /// `batch`.
-    pub fn get(&self, id: u64, planes: &mut [&mut [u8]], batch: u8) -> bool {
+    pub fn get(&self, id: u64, planes: &mut [&mut [u8]], batch: Batch) -> bool {
         let (set, tag) = self.place(id);
         let line = &self.memory.sets()[set];
         for _ in 0..ATTEMPTS {
@@ -338,7 +339,7 @@ impl Cache {
         let old = line.tags[way].load(Ordering::Relaxed);
         line.tags[way].store(tag, Ordering::Relaxed);
         let count = wanted.unwrap_or(0).min(self.policy.most());
-        line.counts[way].store(count, Ordering::Relaxed);
+        line.set_counts(line.counts().with(way, count));
         for (plane, bytes) in planes.iter().enumerate() {
             self.memory.write_plane(place * WAYS + way, plane, bytes);
         }
@@ -351,10 +352,10 @@ impl Cache {
     /// Calls `each` with the id and count of every row, in no order.
     pub fn for_each(&self, each: &mut dyn FnMut(u64, u8)) {
         for (index, set) in self.memory.sets().iter().enumerate() {
-            for (tag, count) in set.tags.iter().zip(&set.counts) {
+            for (way, tag) in set.tags.iter().enumerate() {
                 let tag = tag.load(Ordering::Relaxed);
                 if tag != 0 {
-                    each(self.id(index, tag), count.load(Ordering::Relaxed));
+                    each(self.id(index, tag), set.counts().of(way));
                 }
             }
         }
@@ -383,7 +384,7 @@ impl Cache {
                     self.memory.copy_plane(index * WAYS + way, plane, bytes);
                 }
                 let planes: SmallVec<[&[u8]; 3]> = row.iter().map(Vec::as_slice).collect();
-                let count = set.set().counts[way].load(Ordering::Relaxed);
+                let count = set.set().counts().of(way);
                 new.restore(self.id(index, tag), &planes, count);
                 set.set().tags[way].store(0, Ordering::Relaxed);
             }
