@@ -32,9 +32,11 @@ use smallvec::SmallVec;
 use crate::buffer::PlaneSink;
 use crate::error::{Error, Result};
 
-/// Rows whose sets are brought near before any is looked at, and whose slots are before any is
-/// copied.
-const BLOCK: usize = 64;
+/// Rows between bringing a set's line near and looking at it, and between that and copying the row.
+const AHEAD: usize = 16;
+
+/// Places for rows between their first step and their last: a power of two with room for them.
+const RING: usize = 4 * AHEAD;
 
 /// Copies of one row begun before it is taken for missing: a writer made each of them void.
 const ATTEMPTS: usize = 4;
@@ -196,39 +198,44 @@ impl Cache {
         batch: Batch,
         missed: &mut Vec<u32>,
     ) -> u64 {
-        let mut hits = 0;
-        let mut places = [(0, 0); BLOCK];
-        let mut ways = [WAYS; BLOCK];
         let sets = self.memory.sets();
-        for (block, start) in ids.chunks(BLOCK).zip((first..).step_by(BLOCK)) {
-            for (&id, place) in block.iter().zip(&mut places) {
-                *place = self.place(id.cast_unsigned());
+        let mut places = [(0, 0); RING];
+        let mut ways = [WAYS; RING];
+        let mut hits = 0;
+        // Three rows at a time, each at another step: while one is copied, memory is busy with the
+        // lines of those behind it.
+        for step in 0..ids.len() + 2 * AHEAD {
+            if let Some(&id) = ids.get(step) {
+                let place = self.place(id.cast_unsigned());
+                places[step % RING] = place;
                 self.memory.prefetch_set(place.0);
             }
-            for (&(set, tag), way) in places.iter().zip(&mut ways).take(block.len()) {
-                *way = WAYS;
-                if let Some(found) = sets[set].find(tag) {
-                    *way = found;
-                    self.memory.prefetch_slot(set * WAYS + found);
+            let found = step.wrapping_sub(AHEAD);
+            if found < ids.len() {
+                let (set, tag) = places[found % RING];
+                let way = sets[set].find(tag).unwrap_or(WAYS);
+                ways[found % RING] = way;
+                if way < WAYS {
+                    self.memory.prefetch_slot(set * WAYS + way);
                 }
             }
-            for (offset, (&id, (&(set, tag), &way))) in
-                block.iter().zip(places.iter().zip(&ways)).enumerate()
-            {
-                let position = start + offset;
-                if pad_id == Some(id) {
-                    for sink in sinks {
-                        sink.zero(position);
-                    }
-                    continue;
+            let index = step.wrapping_sub(2 * AHEAD);
+            let Some(&id) = ids.get(index) else { continue };
+            let position = first + index;
+            if pad_id == Some(id) {
+                for sink in sinks {
+                    sink.zero(position);
                 }
-                let line = &sets[set];
-                if let Some(way) = self.copy(line, set, tag, way, sinks, position) {
-                    self.wanted(line, way, batch);
-                    hits += 1;
-                } else {
-                    missed.push(u32::try_from(position).unwrap_or(u32::MAX));
-                }
+                continue;
+            }
+            let (set, tag) = places[index % RING];
+            let line = &sets[set];
+            let way = ways[index % RING];
+            if let Some(way) = self.copy(line, set, tag, way, sinks, position) {
+                self.wanted(line, way, batch);
+                hits += 1;
+            } else {
+                missed.push(u32::try_from(position).unwrap_or(u32::MAX));
             }
         }
         hits
