@@ -103,7 +103,7 @@ impl Registered {
     /// Answers from now on for SIGBUS in the `len` bytes at `start`, a mapping of the file behind
     /// `descriptor`.
     pub(crate) fn new(start: usize, len: usize, descriptor: c_int) -> io::Result<Self> {
-        on_top()?;
+        still_on_top(Instant::now())?;
         let _changing = CHANGING.lock().unwrap_or_else(PoisonError::into_inner);
         let free = slots().find(|slot| slot.start.load(Ordering::Relaxed) == 0);
         let slot = free.unwrap_or_else(|| {

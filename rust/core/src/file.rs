@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock};
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
@@ -18,6 +18,8 @@ use crate::fault;
 use crate::filesystem::Filesystem;
 use crate::map::Map;
 use crate::residency::Residency;
+
+mod registry;
 
 /// A descriptor that bypasses the page cache.
 #[derive(Debug)]
@@ -56,14 +58,14 @@ struct Wanted {
 pub struct OpenFile {
     path: PathBuf,
     wanted: Wanted,
-    file: File,
+    file: Arc<File>,
     identity: Identity,
     filesystem: Filesystem,
     map: std::result::Result<Arc<Map>, NoMap>,
     /// Bytes left of the file when it was found cut short; `u64::MAX` until then.
     cut: AtomicU64,
     residency: OnceLock<Arc<Residency>>,
-    may_query: bool,
+    may_query: OnceLock<bool>,
     direct: OnceLock<std::result::Result<Direct, i32>>,
 }
 
@@ -81,61 +83,78 @@ pub enum NoMap {
 }
 
 impl OpenFile {
-    /// Opens a file whose header was read before; it must still be the same, unchanged file. With
-    /// `random`, faults on the mapping read one page and nothing around it.
+    /// Opens files whose headers were read before; they must still be the same, unchanged files.
+    /// `handles` has those that are open already, by the same numbers. With `random`, faults on the
+    /// mapping read one page and nothing around it.
     ///
     /// A file that is open already in the same way is shared: one descriptor and one mapping serve
     /// every table with rows in it, and what one reader learns of its pages the others know.
-    pub fn open(
-        checkpoint_file: &CheckpointFile,
+    pub fn open_all(
+        files: &[CheckpointFile],
+        handles: &[Option<Arc<File>>],
         mapping: Mapping,
         random: bool,
-    ) -> Result<Arc<Self>> {
+    ) -> Result<Vec<Arc<Self>>> {
         let wanted = Wanted { mapping, random };
-        if let Some(open) = registered(checkpoint_file, wanted) {
-            return Ok(open);
+        let mut filesystems = Filesystems::default();
+        let mut open = Vec::with_capacity(files.len());
+        for (number, file) in files.iter().enumerate() {
+            let shared = registry::find(file, wanted);
+            open.push(match shared {
+                Some(shared) => shared,
+                None => {
+                    let handle = handles.get(number).cloned().flatten();
+                    let opened = Self::open_new(file, handle, wanted, &mut filesystems)?;
+                    registry::add(&opened);
+                    opened
+                }
+            });
         }
+        Ok(open)
+    }
+
+    /// One such file.
+    #[cfg(test)]
+    pub(crate) fn open(file: &CheckpointFile, mapping: Mapping, random: bool) -> Result<Arc<Self>> {
+        let opened = Self::open_all(std::slice::from_ref(file), &[], mapping, random)?;
+        Ok(opened.into_iter().next().expect("one file was opened"))
+    }
+
+    fn open_new(
+        checkpoint_file: &CheckpointFile,
+        handle: Option<Arc<File>>,
+        wanted: Wanted,
+        filesystems: &mut Filesystems,
+    ) -> Result<Arc<Self>> {
         let path = checkpoint_file.resolved.as_path();
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_CLOEXEC)
-            .open(path)
-            .map_err(|error| open_error(&error, path))?;
-        let metadata = file
-            .metadata()
-            .map_err(|error| Error::io("cannot stat", &error, path))?;
-        let identity = Identity::of(&metadata);
-        if identity != checkpoint_file.identity {
-            return Err(Error::checkpoint(
-                "the file changed between reading its header and opening it for rows; open the checkpoint again",
-                path,
-            ));
-        }
-        let len = identity.len;
-        let filesystem = rustix::fs::fstatfs(&file).map_or(
-            Filesystem {
-                name: "unknown",
-                remote: false,
-            },
-            |statfs| Filesystem::from_magic(statfs.f_type.cast_unsigned() & 0xFFFF_FFFF),
-        );
+        let identity = checkpoint_file.identity;
+        let file = match handle {
+            Some(file) => {
+                // Opened so as not to wait for the other end of a pipe; reads through a ring would
+                // then not wait for the device either.
+                rustix::fs::fcntl_setfl(&file, rustix::fs::OFlags::empty())
+                    .map_err(|errno| Error::io("cannot open", &errno.into(), path))?;
+                file
+            }
+            None => Arc::new(open_unchanged(path, identity)?),
+        };
+        let filesystem = filesystems.of(&file, identity.device);
         // Reads of single rows must not pull in their neighbourhood.
         #[cfg(target_os = "linux")]
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
-        let map = match mapping {
+        let map = match wanted.mapping {
             Mapping::Never => Err(NoMap::NotWanted),
             _ if !fault::allowed() => Err(NoMap::Forbidden),
             Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
-            Mapping::IfSafe | Mapping::Required => Map::new(&file, len)
+            Mapping::IfSafe | Mapping::Required => Map::new(&file, identity.len)
                 .map(Arc::new)
                 .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
         };
-        if let (Ok(map), true) = (&map, random) {
+        if let (Ok(map), true) = (&map, wanted.random) {
             // A hint: without it a wrong belief costs a larger read.
             let _ = map.advise_random();
         }
-        let may_query = may_query(&metadata, path);
-        let open = Arc::new(Self {
+        Ok(Arc::new(Self {
             path: path.to_owned(),
             wanted,
             file,
@@ -144,11 +163,9 @@ impl OpenFile {
             map,
             cut: AtomicU64::new(u64::MAX),
             residency: OnceLock::new(),
-            may_query,
+            may_query: OnceLock::new(),
             direct: OnceLock::new(),
-        });
-        register(&open);
-        Ok(open)
+        }))
     }
 
     /// The path as it was opened.
@@ -240,7 +257,9 @@ impl OpenFile {
     /// Whether the kernel answers truthfully which pages are in memory: it does so only to the
     /// owner of the file and to those who may write it.
     pub fn may_query(&self) -> bool {
-        self.may_query
+        *self
+            .may_query
+            .get_or_init(|| may_query(&self.file, &self.path))
     }
 
     /// Raw descriptor for submission queues, direct or through the page cache.
@@ -347,25 +366,44 @@ impl OpenFile {
     }
 }
 
-/// Files that are open for reading rows: to be shared, and for [`drop_cache`] to unmap their pages.
-static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+/// The filesystems that files being opened together lie on, each asked once.
+#[derive(Default)]
+struct Filesystems(Vec<(u64, Filesystem)>);
 
-/// A file that is open in the wanted way and sound.
-fn registered(checkpoint_file: &CheckpointFile, wanted: Wanted) -> Option<Arc<OpenFile>> {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.iter().filter_map(Weak::upgrade).find(|file| {
-        file.identity == checkpoint_file.identity
-            && file.path == checkpoint_file.resolved
-            && file.wanted == wanted
-            && file.is_whole().unwrap_or(false)
-            && file.map().ok().and_then(|map| map.lost()).is_none()
-    })
+impl Filesystems {
+    fn of(&mut self, file: &File, device: u64) -> Filesystem {
+        if let Some(&(_, known)) = self.0.iter().find(|(of, _)| *of == device) {
+            return known;
+        }
+        let unknown = Filesystem {
+            name: "unknown",
+            remote: false,
+        };
+        let found = rustix::fs::fstatfs(file).map_or(unknown, |status| {
+            Filesystem::from_magic(status.f_type.cast_unsigned() & 0xFFFF_FFFF)
+        });
+        self.0.push((device, found));
+        found
+    }
 }
 
-fn register(file: &Arc<OpenFile>) {
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.retain(|file| file.strong_count() > 0);
-    open.push(Arc::downgrade(file));
+/// Opens the file at `path`, which must still be the one of `identity`.
+fn open_unchanged(path: &Path, identity: Identity) -> Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_CLOEXEC)
+        .open(path)
+        .map_err(|error| open_error(&error, path))?;
+    let metadata = file
+        .metadata()
+        .map_err(|error| Error::io("cannot stat", &error, path))?;
+    if Identity::of(&metadata) == identity {
+        return Ok(file);
+    }
+    Err(Error::checkpoint(
+        "the file changed between reading its header and opening it for rows; open the checkpoint again",
+        path,
+    ))
 }
 
 /// Drops the page cache of the file at `path` and forgets what was believed of its pages; returns
@@ -375,14 +413,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     let refuse = |error: io::Error| Error::io("cannot drop the page cache", &error, path);
     let file = File::open(path).map_err(|error| open_error(&error, path))?;
     let identity = Identity::of(&file.metadata().map_err(refuse)?);
-    let open: Vec<_> = {
-        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.iter()
-            .filter_map(Weak::upgrade)
-            .filter(|open| open.identity == identity)
-            .collect()
-    };
-    for file in &open {
+    for file in registry::same(&identity) {
         // Pages in this process's page tables would survive the advice below.
         if let Ok(map) = file.map() {
             map.trim(0..map.len()).map_err(refuse)?;
@@ -420,11 +451,15 @@ fn direct_alignment(file: BorrowedFd<'_>) -> u64 {
         .unwrap_or(page)
 }
 
-fn may_query(metadata: &std::fs::Metadata, path: &Path) -> bool {
+fn may_query(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
     let user = rustix::process::geteuid();
+    let owned = || {
+        let status = file.metadata();
+        status.is_ok_and(|status| status.uid() == user.as_raw())
+    };
     user.is_root()
-        || metadata.uid() == user.as_raw()
+        || owned()
         || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
 }
 
@@ -443,57 +478,4 @@ fn open_error(error: &io::Error, path: &Path) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::Write as _;
-
-    use super::*;
-
-    fn temporary(bytes: &[u8]) -> (tempfile::NamedTempFile, CheckpointFile) {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(bytes).unwrap();
-        let described = CheckpointFile::of(file.path()).unwrap();
-        (file, described)
-    }
-
-    #[test]
-    fn a_file_is_shared_with_those_who_open_it_alike() {
-        let (_file, described) = temporary(&[0; 10]);
-        let first = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
-        let again = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
-        assert!(Arc::ptr_eq(&first, &again));
-        let unmapped = OpenFile::open(&described, Mapping::Never, true).unwrap();
-        assert!(!Arc::ptr_eq(&first, &unmapped) && unmapped.map().is_err());
-        let weak = Arc::downgrade(&first);
-        drop((first, again));
-        assert!(weak.upgrade().is_none(), "sharing keeps nothing open");
-    }
-
-    #[test]
-    fn a_file_that_changed_is_refused() {
-        let (mut file, described) = temporary(&[0; 10]);
-        file.write_all(&[0]).unwrap();
-        let error = OpenFile::open(&described, Mapping::IfSafe, true).unwrap_err();
-        assert!(matches!(error, Error::Checkpoint { .. }));
-        assert!(error.to_string().contains("the file changed"));
-    }
-
-    #[test]
-    fn direct_reads_work_or_say_why_not() {
-        let (_file, described) = temporary(&[7; 5000]);
-        let open = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
-        match open.direct() {
-            Ok(direct) => {
-                let mut buffer = HostBuffer::new(8192, false).unwrap();
-                assert!(direct.alignment().is_power_of_two());
-                let tail = open
-                    .read_at(&mut buffer.as_mut_slice()[..4096], 4096, true)
-                    .unwrap();
-                assert_eq!(
-                    tail, 904,
-                    "the kernel returns what is left of an unaligned tail"
-                );
-            }
-            Err(errno) => assert!(errno > 0),
-        }
-    }
-}
+mod tests;

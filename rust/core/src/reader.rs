@@ -1,6 +1,7 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -104,6 +105,8 @@ pub struct Located {
     pub table: Table,
     /// The files, as they were when their headers were read.
     pub files: Vec<CheckpointFile>,
+    /// The files that are open already, by the same numbers; may be shorter.
+    pub handles: Vec<Option<Arc<File>>>,
     /// Second copies of tensors in the checkpoint, which are never read.
     pub shadowed: Vec<Shadowed>,
 }
@@ -111,7 +114,7 @@ pub struct Located {
 impl Located {
     /// Finds `table` in the checkpoint at `path`.
     pub fn find(path: &Path, table: TableRef<'_>) -> Result<Self> {
-        let checkpoint = Checkpoint::open(path)?;
+        let checkpoint = Checkpoint::open_for_rows(path)?;
         let table = discover::select(&checkpoint, table)?;
         Ok(Self::new(&checkpoint, table))
     }
@@ -123,10 +126,12 @@ impl Located {
             .iter()
             .map(|&file| checkpoint.files[file].clone())
             .collect();
+        let handles = used.iter().map(|&file| checkpoint.handle(file)).collect();
         table.renumber_files(&used);
         Self {
             table,
             files,
+            handles,
             shadowed: checkpoint.shadowed.clone(),
         }
     }
@@ -174,6 +179,7 @@ impl Reader {
         let Located {
             table,
             files,
+            handles,
             shadowed,
         } = located;
         let mapping = match options.io {
@@ -183,11 +189,8 @@ impl Reader {
         };
         let random = options.advice != Advice::Normal;
         let count = files.len();
-        let files = files
-            .iter()
-            .map(|file| OpenFile::open(file, mapping, random))
-            .collect::<Result<Vec<_>>>()
-            .map_err(|error| match error {
+        let files =
+            OpenFile::open_all(&files, &handles, mapping, random).map_err(|error| match error {
                 Error::Io {
                     doing,
                     errno: errno @ libc::EMFILE,
