@@ -99,16 +99,14 @@ impl OpenFile {
         let mut filesystems = Filesystems::default();
         let mut open = Vec::with_capacity(files.len());
         for (number, file) in files.iter().enumerate() {
-            let shared = registry::find(file, wanted);
-            open.push(match shared {
-                Some(shared) => shared,
-                None => {
-                    let handle = handles.get(number).cloned().flatten();
-                    let opened = Self::open_new(file, handle, wanted, &mut filesystems)?;
-                    registry::add(&opened);
-                    opened
-                }
-            });
+            if let Some(shared) = registry::find(file, wanted) {
+                open.push(shared);
+                continue;
+            }
+            let handle = handles.get(number).cloned().flatten();
+            let opened = Self::open_new(file, handle, wanted, &mut filesystems)?;
+            registry::add(&opened);
+            open.push(opened);
         }
         Ok(open)
     }
@@ -458,9 +456,7 @@ fn may_query(file: &File, path: &Path) -> bool {
         let status = file.metadata();
         status.is_ok_and(|status| status.uid() == user.as_raw())
     };
-    user.is_root()
-        || owned()
-        || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
+    user.is_root() || owned() || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
 }
 
 fn open_error(error: &io::Error, path: &Path) -> Error {
