@@ -5,6 +5,7 @@
 //! index says is held against what the files contain before anything is served.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -167,18 +168,18 @@ impl Checkpoint {
         }
         let file = location::Found::by_argument(path)?;
         let config = reading::config(&path.with_file_name("config.json"))?;
-        let (files, opened) = reading::headers(&[file], keep)?;
+        let (files, opened) = reading::headers(vec![file], keep)?;
         Self::assemble(path, files, opened, config, None)
     }
 
     /// A directory without an index: every safetensors file in it, each tensor once.
     fn open_all(path: &Path, directory: &Directory, keep: bool) -> Result<Self> {
-        let found = directory.safetensors_files(&HashSet::new())?;
+        let found = directory.safetensors_files(|_| false)?;
         if found.is_empty() {
             return Err(directory.nothing_to_read());
         }
         let config = reading::config(&directory.path().join("config.json"))?;
-        let (files, opened) = reading::headers(&found, keep)?;
+        let (files, opened) = reading::headers(found, keep)?;
         Self::assemble(path, files, opened, config, None)
     }
 
@@ -193,13 +194,19 @@ impl Checkpoint {
         let index = index::parse(&text, index_path)?;
         let mut found = directory.named_files(&index.files, index_path)?;
         let named = found.len();
-        let paths: HashSet<&Path> = found.iter().map(|file| file.path.as_path()).collect();
-        let resolved: HashSet<&Path> = found.iter().map(|file| file.resolved.as_path()).collect();
-        let mut side_files = directory.safetensors_files(&paths)?;
-        side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
+        let is_named = |name: &OsStr| {
+            let name = name.to_string_lossy();
+            index.files.binary_search(&name).is_ok()
+        };
+        let mut side_files = directory.safetensors_files(is_named)?;
+        if !side_files.is_empty() {
+            let resolved: HashSet<&Path> =
+                found.iter().map(|file| file.resolved.as_path()).collect();
+            side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
+        }
         found.extend(side_files);
         let config = reading::config(&directory.path().join("config.json"))?;
-        let (files, opened) = reading::headers(&found, keep)?;
+        let (files, opened) = reading::headers(found, keep)?;
         let listed = catalogue::Listed {
             entries: &index.entries,
             files: named,

@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::cell::OnceCell;
-use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
@@ -223,16 +222,15 @@ impl Directory {
         Ok(names.pop().map(|name| self.path.join(name)))
     }
 
-    /// Every safetensors file of the directory but the `known` ones; sub-directories are not
-    /// searched.
-    pub(super) fn safetensors_files(&self, known: &HashSet<&Path>) -> Result<Vec<Found>> {
+    /// Every safetensors file of the directory but those whose names are known; sub-directories are
+    /// not searched.
+    pub(super) fn safetensors_files(
+        &self,
+        is_known: impl Fn(&OsStr) -> bool,
+    ) -> Result<Vec<Found>> {
         let mut found = Vec::new();
-        for name in
-            self.names(|name| Path::new(name).extension() == Some(OsStr::new("safetensors")))?
-        {
-            if known.contains(self.path.join(&name).as_path()) {
-                continue;
-            }
+        let suffix = Some(OsStr::new("safetensors"));
+        for name in self.names(|name| Path::new(name).extension() == suffix && !is_known(name))? {
             match self.locate(&name)? {
                 Located::File(file) => found.push(file),
                 Located::Dangling(target) => {

@@ -72,14 +72,29 @@ fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
 /// Reads the headers of all files, on a few threads when there are many; results and the first
 /// error are those of reading them in order. With `keep` the files stay open, unless that is more
 /// than the process may hold.
-pub(super) fn headers(found: &[Found], keep: bool) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
-    match read_headers(found, keep) {
-        Err(Error::Io { errno, .. }) if keep && errno == libc::EMFILE => read_headers(found, false),
+pub(super) fn headers(
+    found: Vec<Found>,
+    keep: bool,
+) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
+    let read = match read_headers(&found, keep) {
+        Err(Error::Io { errno, .. }) if keep && errno == libc::EMFILE => {
+            read_headers(&found, false)
+        }
         result => result,
-    }
+    }?;
+    let files = found.into_iter().zip(read);
+    let files = files.map(|(found, (identity, content))| {
+        let file = CheckpointFile {
+            path: found.path,
+            resolved: found.resolved,
+            identity,
+        };
+        (file, content)
+    });
+    Ok(files.unzip())
 }
 
-fn read_headers(found: &[Found], keep: bool) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
+fn read_headers(found: &[Found], keep: bool) -> Result<Vec<(Identity, Contents)>> {
     let wanted = found.len().div_ceil(FILES_PER_THREAD).min(MAX_THREADS);
     let threads = if wanted > 1 {
         thread::available_parallelism().map_or(1, |cores| wanted.min(cores.get()))
@@ -120,18 +135,7 @@ fn read_headers(found: &[Found], keep: bool) -> Result<(Vec<CheckpointFile>, Vec
     });
     results.sort_unstable_by_key(|&(number, _)| number);
 
-    let mut files = Vec::with_capacity(found.len());
-    let mut contents = Vec::with_capacity(found.len());
-    for (number, result) in results {
-        let (identity, content) = result?;
-        files.push(CheckpointFile {
-            path: found[number].path.clone(),
-            resolved: found[number].resolved.clone(),
-            identity,
-        });
-        contents.push(content);
-    }
-    Ok((files, contents))
+    results.into_iter().map(|(_, result)| result).collect()
 }
 
 fn header_of(
