@@ -3,8 +3,8 @@
     python benches/figures.py                        # everything, on a quiet machine: half an hour
     python benches/figures.py warm hash -- --quick   # two of them; options after -- reach each
 
-For each benchmark `docs/figures/NAME.md` holds the command, the machine, the notes and the tables as
-printed, and `docs/figures/NAME.png` the plot, where the benchmark draws one. `docs/figures.md`
+For each benchmark `docs/figures/NAME.md` holds the command, the machine, the notes and the tables
+as printed, and `docs/figures/NAME.png` the plot, where it draws one. `docs/figures.md`
 includes them. A benchmark that fails leaves the files as they were.
 """
 

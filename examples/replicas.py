@@ -63,7 +63,9 @@ def main() -> int:
         return 1
     found = sorted(answers.get() for _ in processes)
     for rank, placement, nbytes, right in found:
-        print(f"replica {rank}: {placement}, {nbytes}, rows {'as in the files' if right else 'WRONG'}")
+        print(
+            f"replica {rank}: {placement}, {nbytes}, rows {'as in the files' if right else 'WRONG'}"
+        )
     return int(not all(right for *_, right in found))
 
 

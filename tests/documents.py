@@ -80,7 +80,7 @@ def blocks(path: Path) -> list[Block]:
 
 
 def prepare(folder: Path) -> None:
-    """What documents take for granted: the two checkpoints they name, in small, and the examples."""
+    """What documents take for granted: two checkpoints, in small, and the examples."""
     from engram import synth
 
     synth.write(folder / "Qwen3.8-Flash-Next-FP8", "qwen", rows=5000, dtype="fp8")
