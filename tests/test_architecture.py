@@ -21,7 +21,7 @@ CORE_ORDER = [
     "error", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
+    "threads", "crew", "system", "buffer", "fault", "map", "residency", "filesystem", "file",
     "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
     "views", "load",
     "reread", "gather", "verify", "warm", "hosted",
@@ -56,6 +56,8 @@ UNSAFE = {
     "core/fault.rs",
     "core/fetch/uring.rs",
     "core/map.rs",
+    "core/system/linux.rs",
+    "core/system/portable.rs",
     "core/bench.rs",
     "python/buffer.rs",
 }
@@ -279,6 +281,17 @@ def test_unsafe_code_is_where_it_may_be_and_says_why():
             else:
                 assert header is None, f"{path} holds no unsafe code"
     assert found == UNSAFE
+
+
+@needs_sources
+def test_one_module_knows_the_system_it_is_built_for():
+    wheres = {
+        str(path.relative_to(root)): found
+        for root in (CORE, BINDING)
+        for path in sorted(root.rglob("*.rs"))
+        if (found := re.findall(r'target_os|target_family|cfg\(unix|"portable"', rust_code(path)))
+    }
+    assert set(wheres) == {"system.rs"}
 
 
 @needs_sources

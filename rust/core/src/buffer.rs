@@ -20,6 +20,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 
 use crate::error::{Error, Result};
+use crate::system;
 
 /// Bytes of a huge page; memory that is to be made of them begins and ends on multiples.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -116,10 +117,8 @@ impl HostBuffer {
     }
 
     fn advise_huge(&self) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        return self.advise(Advice::HugePage, 0..self.len);
-        #[cfg(not(target_os = "linux"))]
-        Err(io::ErrorKind::Unsupported.into())
+        let advice = system::HUGE_PAGES.ok_or(io::ErrorKind::Unsupported)?;
+        self.advise(advice, 0..self.len)
     }
 
     /// Gives advice for `bytes` of the buffer.
@@ -178,11 +177,12 @@ impl HostBuffer {
     /// Makes the kernel give memory for `bytes` now, as if they were written to; the contents stay.
     pub fn prefault(&self, bytes: Range<usize>) -> io::Result<()> {
         let bytes = self.pages(&bytes)?;
-        #[cfg(target_os = "linux")]
-        match self.advise(Advice::PopulateWrite, bytes.clone()) {
-            // Kernels before 5.14 do not know the advice.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            outcome => return outcome,
+        if let Some(advice) = system::POPULATE_WRITE {
+            match self.advise(advice, bytes.clone()) {
+                // Kernels before 5.14 do not know the advice.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                outcome => return outcome,
+            }
         }
         for offset in bytes.step_by(rustix::param::page_size()) {
             let byte = self.address().wrapping_add(offset);
@@ -197,80 +197,16 @@ impl HostBuffer {
     /// Makes huge pages of the ordinary ones of `bytes`, where the kernel finds room. May take
     /// long: a part at a time leaves the caller in control. Needs Linux 6.1.
     pub fn collapse(&self, bytes: Range<usize>) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        {
-            const MADV_COLLAPSE: libc::c_int = 25;
-            let bytes = self.pages(&bytes)?;
-            // SAFETY: the range lies in the buffer, and the advice moves pages without changing
-            // what is in them.
-            let result = unsafe {
-                libc::madvise(
-                    self.address().wrapping_add(bytes.start).cast(),
-                    bytes.end - bytes.start,
-                    MADV_COLLAPSE,
-                )
-            };
-            if result == 0 {
-                Ok(())
-            } else {
-                Err(io::Error::last_os_error())
-            }
-        }
-        #[cfg(not(target_os = "linux"))]
-        {
-            let _ = bytes;
-            Err(io::ErrorKind::Unsupported.into())
-        }
+        let bytes = self.pages(&bytes)?;
+        let address = self.address().wrapping_add(bytes.start);
+        system::collapse(address, bytes.end - bytes.start)
     }
 
     /// Says which memory nodes the buffer's pages come from, for pages touched from now on; those
     /// that are there already stay where they are.
     pub fn place(&self, nodes: &[u32], policy: NodePolicy) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        {
-            const MPOL_INTERLEAVE: libc::c_ulong = 3;
-            const MPOL_PREFERRED: libc::c_ulong = 1;
-            const MPOL_PREFERRED_MANY: libc::c_ulong = 5;
-            const BITS: u32 = libc::c_ulong::BITS;
-            let Some(&last) = nodes.iter().max() else {
-                return Err(io::ErrorKind::InvalidInput.into());
-            };
-            let words = usize::try_from(last / BITS + 1).unwrap_or(usize::MAX);
-            let mut mask: Vec<libc::c_ulong> = vec![0; words];
-            for &node in nodes {
-                mask[usize::try_from(node / BITS).unwrap_or(0)] |= 1 << (node % BITS);
-            }
-            let mode = match (policy, nodes.len()) {
-                (NodePolicy::Interleave, _) => MPOL_INTERLEAVE,
-                (NodePolicy::Prefer, 1) => MPOL_PREFERRED,
-                (NodePolicy::Prefer, _) => MPOL_PREFERRED_MANY,
-            };
-            let page = rustix::param::page_size();
-            // SAFETY: the range is this buffer's own mapping, and `mask` has as many bits as said
-            // (the kernel counts one more than it reads). The policy decides where pages come
-            // from, not what is in them.
-            let result = unsafe {
-                libc::syscall(
-                    libc::SYS_mbind,
-                    self.address(),
-                    self.len.next_multiple_of(page),
-                    mode,
-                    mask.as_ptr(),
-                    mask.len() * BITS as usize + 1,
-                    0_usize,
-                )
-            };
-            if result == 0 {
-                Ok(())
-            } else {
-                Err(io::Error::last_os_error())
-            }
-        }
-        #[cfg(not(target_os = "linux"))]
-        {
-            let _ = (nodes, policy);
-            Err(io::ErrorKind::Unsupported.into())
-        }
+        let in_turn = policy == NodePolicy::Interleave;
+        system::place(self.address(), self.len, nodes, in_turn)
     }
 }
 

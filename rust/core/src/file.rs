@@ -5,7 +5,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +18,7 @@ use crate::fault;
 use crate::filesystem::Filesystem;
 use crate::map::Map;
 use crate::residency::Residency;
+use crate::system;
 
 mod registry;
 
@@ -137,9 +138,8 @@ impl OpenFile {
             None => Arc::new(open_unchanged(path, identity)?),
         };
         let filesystem = filesystems.of(&file, identity.device);
-        // Reads of single rows must not pull in their neighbourhood.
-        #[cfg(target_os = "linux")]
-        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+        // A hint: without it reads of single rows may pull in their neighbourhood.
+        let _ = system::advise_random(&file);
         let map = match wanted.mapping {
             Mapping::Never => Err(NoMap::NotWanted),
             _ if !fault::allowed() => Err(NoMap::Forbidden),
@@ -282,44 +282,18 @@ impl OpenFile {
     }
 
     /// Positional read that returns `EAGAIN` instead of waiting for a device.
-    #[cfg(target_os = "linux")]
     pub(crate) fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        let mut slices = [io::IoSliceMut::new(buffer)];
-        Ok(rustix::io::preadv2(
-            &self.file,
-            &mut slices,
-            offset,
-            rustix::io::ReadWriteFlags::NOWAIT,
-        )?)
-    }
-
-    /// As on Linux, where nothing can answer: always `EAGAIN`.
-    #[cfg(not(target_os = "linux"))]
-    pub(crate) fn read_cached_at(&self, _buffer: &mut [u8], _offset: u64) -> io::Result<usize> {
-        Err(io::Error::from_raw_os_error(libc::EAGAIN))
+        system::read_cached_at(&self.file, buffer, offset)
     }
 
     /// Asks the kernel to start reading `len` bytes at `offset` into the page cache.
     pub fn will_need(&self, offset: u64, len: u64) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        rustix::fs::fadvise(
-            &self.file,
-            offset,
-            std::num::NonZeroU64::new(len),
-            rustix::fs::Advice::WillNeed,
-        )?;
-        #[cfg(not(target_os = "linux"))]
-        let _ = (offset, len);
-        Ok(())
+        system::advise_will_need(&self.file, offset, len)
     }
 
     /// A second descriptor of the same file, without the advice for random reads.
     pub(crate) fn reopen(&self) -> Result<File> {
-        let refuse = |error: io::Error| open_error(&error, &self.path);
-        #[cfg(target_os = "linux")]
-        return File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())).map_err(refuse);
-        #[cfg(not(target_os = "linux"))]
-        return File::open(&self.path).map_err(refuse);
+        system::open_again(&self.file, &self.path).map_err(|error| open_error(&error, &self.path))
     }
 
     /// The direct descriptor, opened and proved by one real read on first use.
@@ -330,20 +304,9 @@ impl OpenFile {
             .map_err(|errno| *errno)
     }
 
-    #[cfg(target_os = "linux")]
     fn open_direct(&self) -> std::result::Result<Direct, i32> {
         let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EINVAL);
-        // Through the descriptor, so that a file renamed over the path meanwhile is not opened.
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_CLOEXEC | libc::O_DIRECT)
-            .open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
-            .map_err(|error| errno(&error))?;
-        let flags = rustix::fs::fcntl_getfl(&file).map_err(rustix::io::Errno::raw_os_error)?;
-        if !flags.contains(rustix::fs::OFlags::DIRECT) {
-            return Err(libc::EOPNOTSUPP);
-        }
-        let alignment = direct_alignment(file.as_fd());
+        let (file, alignment) = system::open_direct(&self.file).map_err(|error| errno(&error))?;
         // Some stacks accept the flag and refuse every read: only a read proves that it works.
         let mut probe = HostBuffer::new(usize::try_from(alignment).unwrap_or(4096), false)
             .map_err(|_| libc::ENOMEM)?;
@@ -357,11 +320,6 @@ impl OpenFile {
         }
         Ok(Direct { file, alignment })
     }
-
-    #[cfg(not(target_os = "linux"))]
-    fn open_direct(&self) -> std::result::Result<Direct, i32> {
-        Err(libc::EOPNOTSUPP)
-    }
 }
 
 /// The filesystems that files being opened together lie on, each asked once.
@@ -373,13 +331,8 @@ impl Filesystems {
         if let Some(&(_, known)) = self.0.iter().find(|(of, _)| *of == device) {
             return known;
         }
-        let unknown = Filesystem {
-            name: "unknown",
-            remote: false,
-        };
-        let found = rustix::fs::fstatfs(file).map_or(unknown, |status| {
-            Filesystem::from_magic(status.f_type.cast_unsigned() & 0xFFFF_FFFF)
-        });
+        let found =
+            system::filesystem_magic(file).map_or(Filesystem::UNKNOWN, Filesystem::from_magic);
         self.0.push((device, found));
         found
     }
@@ -421,9 +374,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     }
     // Dirty pages survive it as well.
     file.sync_all().map_err(refuse)?;
-    #[cfg(target_os = "linux")]
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)
-        .map_err(|errno| refuse(errno.into()))?;
+    system::advise_dont_need(&file).map_err(refuse)?;
     if identity.len == 0 {
         return Ok(0);
     }
@@ -435,20 +386,6 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     Ok(states.iter().filter(|&&state| state & 1 == 1).count() as u64 * page)
 }
 
-/// Alignment for direct reads: what the kernel says since 6.1, else a page, which every block
-/// device accepts.
-#[cfg(target_os = "linux")]
-fn direct_alignment(file: BorrowedFd<'_>) -> u64 {
-    use rustix::fs::{AtFlags, StatxFlags, statx};
-    let page = rustix::param::page_size() as u64;
-    statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
-        .ok()
-        .filter(|answer| answer.stx_mask & StatxFlags::DIOALIGN.bits() != 0)
-        .map(|answer| u64::from(answer.stx_dio_offset_align.max(answer.stx_dio_mem_align)))
-        .filter(|alignment| alignment.is_power_of_two() && (512..=page).contains(alignment))
-        .unwrap_or(page)
-}
-
 fn may_query(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
     let user = rustix::process::geteuid();
@@ -456,7 +393,10 @@ fn may_query(file: &File, path: &Path) -> bool {
         let status = file.metadata();
         status.is_ok_and(|status| status.uid() == user.as_raw())
     };
-    user.is_root() || owned() || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
+    system::TELLS_RESIDENT_PAGES
+        && (user.is_root()
+            || owned()
+            || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok())
 }
 
 fn open_error(error: &io::Error, path: &Path) -> Error {

@@ -16,7 +16,7 @@
     )
 )]
 
-#[cfg(all(feature = "bench", target_os = "linux"))]
+#[cfg(feature = "bench")]
 pub mod bench;
 pub mod buffer;
 pub mod cgroup;
@@ -47,6 +47,7 @@ pub mod residency;
 mod schedule;
 pub mod stats;
 pub mod step;
+mod system;
 pub mod table;
 pub mod threads;
 pub mod ticket;

@@ -4,7 +4,7 @@
 //! rows leave it through raw copies only.
 #![expect(
     unsafe_code,
-    reason = "raw copies out of the mapping, and mincore and MADV_DONTNEED on it"
+    reason = "raw copies out of the mapping, and MADV_DONTNEED on it"
 )]
 #![expect(
     clippy::inline_always,
@@ -22,6 +22,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 
 use crate::buffer::{HostBuffer, PlaneSink};
 use crate::fault::Registered;
+use crate::system;
 
 /// A shared read-only mapping of a whole file.
 #[derive(Debug)]
@@ -189,15 +190,9 @@ impl Map {
     /// Fills the page tables for `bytes` with whatever is in the page cache, reading what is not.
     /// Needs Linux 5.14; `EINVAL` otherwise.
     pub fn populate(&self, bytes: Range<usize>) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        return self
-            .map
-            .advise_range(Advice::PopulateRead, bytes.start, bytes.end - bytes.start);
-        #[cfg(not(target_os = "linux"))]
-        {
-            let _ = bytes;
-            Err(io::ErrorKind::Unsupported.into())
-        }
+        let advice = system::POPULATE_READ.ok_or(io::ErrorKind::Unsupported)?;
+        self.map
+            .advise_range(advice, bytes.start, bytes.end - bytes.start)
     }
 
     /// Drops the page-table entries of `bytes`; the pages stay in the page cache.
@@ -229,22 +224,7 @@ impl Map {
         if count == 0 {
             return Ok(());
         }
-        // SAFETY: the range lies in the mapping (checked above), and `states` has room for one
-        // byte per page of it.
-        let result = unsafe {
-            libc::mincore(
-                self.map
-                    .as_ptr()
-                    .wrapping_add(range.start * page)
-                    .cast_mut()
-                    .cast(),
-                count * page,
-                states.as_mut_ptr(),
-            )
-        };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        system::resident_pages(self.map.as_ptr().wrapping_add(range.start * page), states)?;
         if let Some(lost) = self.lost() {
             // Zero pages in place of the file's, whatever the kernel says of them.
             for (page_of, state) in pages.zip(states) {
@@ -332,22 +312,6 @@ pub(crate) fn copy_row(row: RowAddress<'_>, sink: &PlaneSink<'_>, position: usiz
     copy_row_of::<ANY>(row, sink, position);
 }
 
-/// Major faults of the calling thread so far: pages that a copy had to wait for a device for.
-pub(crate) fn major_faults() -> i64 {
-    #[cfg(target_os = "linux")]
-    {
-        let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-        // SAFETY: `usage` is valid for writes of one `rusage`, which is plain data: zeroed, it is
-        // initialised even if the call failed.
-        unsafe {
-            libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
-            usage.assume_init().ru_majflt
-        }
-    }
-    #[cfg(not(target_os = "linux"))]
-    0
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
@@ -388,14 +352,19 @@ mod tests {
     fn residency_covers_every_page() {
         let (_file, map) = mapped(&[1; 10_000]);
         let mut states = Vec::new();
-        map.resident(0..3, &mut states).unwrap();
+        let answer = map.resident(0..3, &mut states);
+        assert_eq!(answer.is_ok(), system::TELLS_RESIDENT_PAGES);
         assert_eq!(states.len(), 3);
-        assert!(
+        assert_eq!(
             states.iter().all(|state| state & 1 == 1),
+            system::TELLS_RESIDENT_PAGES,
             "just written, so cached"
         );
         map.trim(0..8192).unwrap();
-        map.populate(0..8192).unwrap();
+        assert_eq!(
+            map.populate(0..8192).is_ok(),
+            system::POPULATE_READ.is_some()
+        );
     }
 
     #[test]

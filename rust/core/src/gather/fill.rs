@@ -207,7 +207,6 @@ pub(super) fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
 }
 
 /// The engine that reads for `reader`; threads where a ring, once possible, is refused now.
-#[cfg(target_os = "linux")]
 pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
     use crate::fetch::uring::{self, Uring};
     if reader.mode().engine == Engine::Pool {
@@ -227,12 +226,6 @@ pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
             place: Box::default(),
         }),
     }
-}
-
-/// As on Linux, where there are rings.
-#[cfg(not(target_os = "linux"))]
-pub(super) fn engine(_reader: &Reader) -> Result<Box<dyn Fetch>> {
-    Ok(Box::new(Pool))
 }
 
 /// One round of reads.

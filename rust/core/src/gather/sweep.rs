@@ -10,6 +10,7 @@ use crate::crew;
 use crate::cuts::Cuts;
 use crate::error::Result;
 use crate::map::{self, AHEAD, RowAddress};
+use crate::system;
 
 /// Rows whose addresses are found before any is copied. Long blocks win: the processor overlaps the
 /// memory latencies of the rows it copies, and each block begins and ends with none in flight.
@@ -326,13 +327,13 @@ thread_local! {
 /// Notes how many major faults this thread has had before its first sweep.
 fn begin_counting() {
     if SEEN.get().is_none() {
-        SEEN.set(Some(map::major_faults()));
+        SEEN.set(Some(system::major_faults()));
     }
 }
 
 /// Major faults of this thread since the last look.
 fn new_major_faults() -> u64 {
-    let now = map::major_faults();
+    let now = system::major_faults();
     let seen = SEEN.replace(Some(now)).unwrap_or(now);
     u64::try_from(now - seen).unwrap_or(0)
 }
