@@ -9,7 +9,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use arc_swap::ArcSwapOption;
+use once_cell::race::OnceBox;
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
@@ -62,9 +65,11 @@ pub struct OpenFile {
     map: std::result::Result<Arc<Map>, NoMap>,
     /// Bytes left of the file when it was found cut short; `u64::MAX` until then.
     cut: AtomicU64,
-    residency: OnceLock<Arc<Residency>>,
+    // Two threads may both make one, of which one stays: a fork while one waits for another would
+    // leave the child waiting for ever.
+    residency: OnceBox<Arc<Residency>>,
     may_query: bool,
-    direct: OnceLock<std::result::Result<Direct, i32>>,
+    direct: OnceBox<std::result::Result<Direct, i32>>,
 }
 
 /// Why a file is not mapped.
@@ -143,9 +148,9 @@ impl OpenFile {
             filesystem,
             map,
             cut: AtomicU64::new(u64::MAX),
-            residency: OnceLock::new(),
+            residency: OnceBox::new(),
             may_query,
-            direct: OnceLock::new(),
+            direct: OnceBox::new(),
         });
         register(&open);
         Ok(open)
@@ -234,7 +239,7 @@ impl OpenFile {
     #[inline]
     pub fn residency(&self) -> &Arc<Residency> {
         self.residency
-            .get_or_init(|| Arc::new(Residency::new(self.identity.len)))
+            .get_or_init(|| Box::new(Arc::new(Residency::new(self.identity.len))))
     }
 
     /// Whether the kernel answers truthfully which pages are in memory: it does so only to the
@@ -308,7 +313,7 @@ impl OpenFile {
     /// The direct descriptor, opened and proved by one real read on first use.
     pub fn direct(&self) -> std::result::Result<&Direct, i32> {
         self.direct
-            .get_or_init(|| self.open_direct())
+            .get_or_init(|| Box::new(self.open_direct()))
             .as_ref()
             .map_err(|errno| *errno)
     }
@@ -348,12 +353,13 @@ impl OpenFile {
 }
 
 /// Files that are open for reading rows: to be shared, and for [`drop_cache`] to unmap their pages.
-static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+/// Replaced as a whole, so that nobody waits for a lock that a fork has orphaned, or for a file whose
+/// filesystem hangs.
+static OPEN: ArcSwapOption<Vec<Weak<OpenFile>>> = ArcSwapOption::const_empty();
 
 /// A file that is open in the wanted way and sound.
 fn registered(checkpoint_file: &CheckpointFile, wanted: Wanted) -> Option<Arc<OpenFile>> {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.iter().filter_map(Weak::upgrade).find(|file| {
+    open_files().find(|file| {
         file.identity == checkpoint_file.identity
             && file.path == checkpoint_file.resolved
             && file.wanted == wanted
@@ -362,10 +368,21 @@ fn registered(checkpoint_file: &CheckpointFile, wanted: Wanted) -> Option<Arc<Op
     })
 }
 
+fn open_files() -> impl Iterator<Item = Arc<OpenFile>> {
+    let open = OPEN.load_full().unwrap_or_default();
+    (0..open.len()).filter_map(move |place| open[place].upgrade())
+}
+
 fn register(file: &Arc<OpenFile>) {
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.retain(|file| file.strong_count() > 0);
-    open.push(Arc::downgrade(file));
+    OPEN.rcu(|open| {
+        let still_open = open.iter().flat_map(|open| open.iter());
+        let mut files: Vec<_> = still_open
+            .filter(|file| file.strong_count() > 0)
+            .cloned()
+            .collect();
+        files.push(Arc::downgrade(file));
+        Some(Arc::new(files))
+    });
 }
 
 /// Drops the page cache of the file at `path` and forgets what was believed of its pages; returns
@@ -375,14 +392,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     let refuse = |error: io::Error| Error::io("cannot drop the page cache", &error, path);
     let file = File::open(path).map_err(|error| open_error(&error, path))?;
     let identity = Identity::of(&file.metadata().map_err(refuse)?);
-    let open: Vec<_> = {
-        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.iter()
-            .filter_map(Weak::upgrade)
-            .filter(|open| open.identity == identity)
-            .collect()
-    };
-    for file in &open {
+    for file in open_files().filter(|open| open.identity == identity) {
         // Pages in this process's page tables would survive the advice below.
         if let Ok(map) = file.map() {
             map.trim(0..map.len()).map_err(refuse)?;
