@@ -8,8 +8,10 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+
+use once_cell::race::{OnceBool, OnceBox};
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
@@ -65,9 +67,11 @@ pub struct OpenFile {
     map: std::result::Result<Arc<Map>, NoMap>,
     /// Bytes left of the file when it was found cut short; `u64::MAX` until then.
     cut: AtomicU64,
-    residency: OnceLock<Arc<Residency>>,
-    may_query: OnceLock<bool>,
-    direct: OnceLock<std::result::Result<Direct, i32>>,
+    // Two threads may both make one, of which one stays: a fork while one waits for another would
+    // leave the child waiting for ever.
+    residency: OnceBox<Arc<Residency>>,
+    may_query: OnceBool,
+    direct: OnceBox<std::result::Result<Direct, i32>>,
 }
 
 /// Why a file is not mapped.
@@ -98,17 +102,20 @@ impl OpenFile {
     ) -> Result<Vec<Arc<Self>>> {
         let wanted = Wanted { mapping, random };
         let mut filesystems = Filesystems::default();
+        let registered = registry::now();
         let mut open = Vec::with_capacity(files.len());
+        let mut new = Vec::new();
         for (number, file) in files.iter().enumerate() {
-            if let Some(shared) = registry::find(file, wanted) {
+            if let Some(shared) = registered.find(file, wanted) {
                 open.push(shared);
                 continue;
             }
             let handle = handles.get(number).cloned().flatten();
             let opened = Self::open_new(file, handle, wanted, &mut filesystems)?;
-            registry::add(&opened);
+            new.push(Arc::clone(&opened));
             open.push(opened);
         }
+        registry::add(&new);
         Ok(open)
     }
 
@@ -160,9 +167,9 @@ impl OpenFile {
             filesystem,
             map,
             cut: AtomicU64::new(u64::MAX),
-            residency: OnceLock::new(),
-            may_query: OnceLock::new(),
-            direct: OnceLock::new(),
+            residency: OnceBox::new(),
+            may_query: OnceBool::new(),
+            direct: OnceBox::new(),
         }))
     }
 
@@ -249,14 +256,13 @@ impl OpenFile {
     #[inline]
     pub fn residency(&self) -> &Arc<Residency> {
         self.residency
-            .get_or_init(|| Arc::new(Residency::new(self.identity.len)))
+            .get_or_init(|| Box::new(Arc::new(Residency::new(self.identity.len))))
     }
 
     /// Whether the kernel answers truthfully which pages are in memory: it does so only to the
     /// owner of the file and to those who may write it.
     pub fn may_query(&self) -> bool {
-        *self
-            .may_query
+        self.may_query
             .get_or_init(|| may_query(&self.file, &self.path))
     }
 
@@ -299,7 +305,7 @@ impl OpenFile {
     /// The direct descriptor, opened and proved by one real read on first use.
     pub fn direct(&self) -> std::result::Result<&Direct, i32> {
         self.direct
-            .get_or_init(|| self.open_direct())
+            .get_or_init(|| Box::new(self.open_direct()))
             .as_ref()
             .map_err(|errno| *errno)
     }
@@ -364,7 +370,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     let refuse = |error: io::Error| Error::io("cannot drop the page cache", &error, path);
     let file = File::open(path).map_err(|error| open_error(&error, path))?;
     let identity = Identity::of(&file.metadata().map_err(refuse)?);
-    for file in registry::same(&identity) {
+    for file in registry::now().same(identity) {
         // Pages in this process's page tables would survive the advice below.
         if let Ok(map) = file.map() {
             map.trim(0..map.len()).map_err(refuse)?;

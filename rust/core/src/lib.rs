@@ -41,6 +41,7 @@ pub mod maps;
 pub mod mode;
 pub mod plan;
 pub mod primes;
+mod process;
 pub mod reader;
 mod reread;
 pub mod residency;

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use arc_swap::ArcSwap;
 
 use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
 use crate::cuts::Cuts;
@@ -13,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::file::{Mapping, OpenFile};
 use crate::in_flight::InFlight;
 use crate::mode::{self, Io, Mode};
+use crate::process::PerProcess;
 use crate::stats::Stats;
 use crate::table::Table;
 use crate::threads;
@@ -87,7 +90,7 @@ pub struct Reader {
     stats: Stats,
     /// Sweeps left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
-    late_fallbacks: Mutex<Vec<String>>,
+    late_fallbacks: ArcSwap<Vec<String>>,
     prefetches: Entrance,
     tickets: InFlight,
     closing: AtomicBool,
@@ -95,7 +98,7 @@ pub struct Reader {
     shadowed: Vec<Shadowed>,
     /// Compare every gathered row with a second read of it.
     checks_rows: bool,
-    digests: Mutex<Digests>,
+    digests: PerProcess<Mutex<Digests>>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -222,14 +225,14 @@ impl Reader {
             trimmer: options.max_mapped_bytes.map(Trimmer::new),
             stats: Stats::default(),
             verify: AtomicU32::new(0),
-            late_fallbacks: Mutex::default(),
+            late_fallbacks: ArcSwap::default(),
             prefetches: Entrance::default(),
             tickets: InFlight::default(),
             closing: AtomicBool::new(false),
             options,
             shadowed,
             checks_rows: std::env::var_os("ENGRAM_VERIFY").is_some_and(|value| value == "1"),
-            digests: Mutex::default(),
+            digests: PerProcess::new(),
         })
     }
 
@@ -293,7 +296,7 @@ impl Reader {
         self.checks_rows
     }
 
-    pub(crate) fn digests(&self) -> &Mutex<Digests> {
+    pub(crate) fn digests(&self) -> &PerProcess<Mutex<Digests>> {
         &self.digests
     }
 
@@ -317,10 +320,7 @@ impl Reader {
 
     /// Fallbacks taken at open and since.
     pub fn fallbacks(&self) -> Vec<String> {
-        let late = self
-            .late_fallbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let late = self.late_fallbacks.load();
         self.mode
             .fallbacks
             .iter()
@@ -330,13 +330,13 @@ impl Reader {
     }
 
     pub(crate) fn note_fallback(&self, text: String) {
-        let mut late = self
-            .late_fallbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if !late.contains(&text) {
-            late.push(text);
-        }
+        self.late_fallbacks.rcu(|late| {
+            let mut late = Vec::clone(late);
+            if !late.contains(&text) {
+                late.push(text.clone());
+            }
+            late
+        });
     }
 
     /// Whether beliefs are to be checked with the kernel in this sweep.
