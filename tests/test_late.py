@@ -15,11 +15,17 @@ torch = pytest.importorskip("torch")
 
 import engram  # noqa: E402
 from engram import _notices, late, synth  # noqa: E402
-from late_support import Device, Graph  # noqa: E402
+from late_support import (  # noqa: E402
+    ROOM,
+    Device,
+    Graph,
+    Server,
+    check_a_launch_that_nobody_fills,
+    check_a_step_that_fails,
+    check_many_steps,
+    steps_of,
+)
 from stage_support import SIZES, Opened, step  # noqa: E402
-
-ROOM = 16
-"""Tokens that the captured graphs have room for."""
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -45,100 +51,11 @@ def device():
     made.stop()
 
 
-def planes_of(stage):
-    for place in range(len(stage.tables)):
-        rows = stage.rows(place)
-        if isinstance(rows, torch.Tensor):
-            yield place, "weight", rows
-        else:
-            yield from ((place, name, rows[name]) for name in rows.keys())  # noqa: SIM118
-
-
-class Server:
-    """A stage, a late step, and a graph that keeps what it read from the fixed buffers."""
-
-    def __init__(self, opened, device, patience=20.0, driver=None, tokens=ROOM):
-        self.device = device
-        self.opened = opened
-        self.stage = engram.Stage(
-            opened.tables,
-            opened.hashers,
-            max_tokens=64,
-            device="cpu",
-            patience=patience,
-            copier=device,
-        )
-        self.late = self.stage.late(tokens, driver=device if driver is None else driver)
-        self.seen = []
-        self.graph = Graph(device)
-        with self.graph:
-            self.late.wait()
-            device.enqueue(self.forward)
-
-    def forward(self):
-        self.seen.append(
-            {
-                (place, name): plane.view(torch.uint8).reshape(len(plane), -1).numpy().copy()
-                for place, name, plane in planes_of(self.stage)
-            }
-        )
-
-    def launch(self):
-        self.late.launch(self.graph.replay)
-
-    def run(self, arguments):
-        return self.late.run(self.graph.replay, *arguments)
-
-    def right(self, seen, arguments):
-        """Whether a forward read the rows of a step, and zeros behind them."""
-        owned = int(arguments[1][-1])
-        for place in range(len(self.opened.hashers)):
-            for name, wanted in self.opened.expected(place, *arguments).items():
-                held = seen[place, name][:ROOM]
-                if not np.array_equal(held[:owned], wanted) or held[owned:].any():
-                    return False
-        return True
-
-    def zeros(self, seen):
-        return not any(plane[:ROOM].any() for plane in seen.values())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stage.close()
-
-
-def steps_of(opened, count, first=0):
-    return [
-        step(opened.hashers[0], seed, tokens=(seed * 5) % (ROOM + 1), requests=3)
-        for seed in range(first, first + count)
-    ]
-
-
 @pytest.mark.case("C11")
 def test_a_graph_waits_for_its_rows(opened, device):
     with Server(opened, device) as server:
-        assert server.late.waits
-        assert server.late.reason is None
-        for number, arguments in enumerate(steps_of(opened, 60)):
-            server.launch()
-            if number % 10 == 0:
-                # Whatever happens first on the device happens before its rows are there.
-                assert not device.idle(0.005)
-                assert len(server.seen) == number
-            assert server.late.pending
-            assert server.late.fill(*arguments) == arguments[1][-1] == server.stage.tokens
-            assert not server.late.pending
-            server.late.finish()
-            if number % 2:
-                assert device.idle()
-        assert device.idle()
+        check_many_steps(server, 60)
         assert device.waited >= 6
-        assert len(server.seen) == 60
-        for seen, arguments in zip(server.seen, steps_of(opened, 60), strict=True):
-            assert server.right(seen, arguments)
-        assert server.stage.stats()["steps"] == 60
 
 
 def right_steps(opened, device, count=12):
@@ -166,27 +83,8 @@ def test_a_word_given_back_before_the_copy_is_caught_by_the_test_above(qwen):
 
 
 def test_a_step_that_fails_runs_on_zeros_and_raises_afterwards(opened, device):
-    good, other = steps_of(opened, 2, first=3)
     with Server(opened, device) as server:
-        server.run(good)
-        server.launch()
-        assert server.late.fill([1, -5]) == 0
-        assert device.idle(), "the graph goes on"
-        with pytest.raises(ValueError, match="-5") as caught:
-            server.late.finish()
-        assert "ran on rows of zeros" in caught.value.__notes__[0]
-        server.late.finish()
-        with pytest.raises(ValueError, match=f"17 tokens; at most {ROOM} fit"):
-            server.run(step(opened.hashers[0], 1, tokens=17))
-        server.run(other)
-        assert device.idle()
-        first, second, third, fourth = server.seen
-        assert server.right(first, good)
-        assert server.zeros(second)
-        assert server.zeros(third)
-        assert server.right(fourth, other)
-        stats = server.stage.stats()
-        assert (stats["steps"], stats["failed"]) == (2, 2)
+        check_a_step_that_fails(server)
 
 
 def test_a_failed_read_fails_its_step_only(tmp_path, device):
@@ -250,17 +148,8 @@ def test_calls_out_of_order_are_refused(qwen, device):
 
 @pytest.mark.case("R08")
 def test_a_launch_that_nobody_fills_goes_on_by_itself(qwen, device):
-    (good,) = steps_of(qwen, 1, first=3)
     with Server(qwen, device, patience=0.1) as server:
-        server.run(good)
-        server.launch()
-        assert device.idle(), "without a call"
-        assert server.zeros(server.seen[1])
-        with pytest.raises(TimeoutError, match=r"fill was not called within 0\.1 s"):
-            server.late.fill(*good)
-        server.run(good)
-        assert device.idle()
-        assert server.right(server.seen[2], good)
+        check_a_launch_that_nobody_fills(server)
 
 
 @pytest.mark.case("R08")

@@ -25,7 +25,7 @@ from engram.config import EngramConfig
 from engram.embedding import NgramEmbedding, RowStorage
 from engram.gather import FileGather
 from engram.hashing import hasher
-from engram.storage import open_storage
+from engram.storage import Topology, open_storage
 from engram.table import tables
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def from_pretrained(
         ValueError: The model has no n-gram tables.
         Exception: As `engram.hasher`, `engram.open_storage` and transformers do.
     """
-    config = _config(engram_config)
+    config = _config(engram_config, parallel)
     transformers: Any = importlib.import_module("transformers")
     directory = _local(path, kwargs)
     model_config = kwargs.pop("config", None)
@@ -117,7 +117,7 @@ def attach(
         ValueError: The model has no n-gram embedding, or others than the checkpoint.
         Exception: As `engram.hasher` and `engram.open_storage` do.
     """
-    config = _config(engram_config)
+    config = _config(engram_config, parallel)
     found = _ple_layers(model)
     if any(isinstance(layer.ple_embedding, NgramEmbedding) for layer in found.values()):
         raise RuntimeError("this model's tables are served by engram already; attach once")
@@ -257,8 +257,13 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return dtype if dtype in _DTYPES else torch.bfloat16
 
 
-def _config(given: EngramConfig | Mapping[str, Any] | str | None) -> EngramConfig:
-    return EngramConfig(disk_offload=True) if given is None else EngramConfig.of(given)
+def _config(given: EngramConfig | Mapping[str, Any] | str | None, parallel: Any) -> EngramConfig:
+    """The settings, held against the topology before anything is loaded."""
+    config = EngramConfig(disk_offload=True) if given is None else EngramConfig.of(given)
+    topology = Topology.of(parallel)
+    config.resolve_dp_shared_memory(topology)
+    config.verify_parallel_config(topology)
+    return config
 
 
 def _model_class(transformers: Any, model_config: Any) -> type[Any]:
