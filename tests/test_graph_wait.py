@@ -181,6 +181,13 @@ def test_on_rocm_there_is_nothing_to_ask(monkeypatch):
     assert CudaWaits(DEVICE).refusal() == "ROCm is not CUDA"
 
 
+def test_launches_that_wait_for_their_graph_would_wait_for_ever(machine, monkeypatch):
+    waits, cuda = machine(Bindings())
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert "CUDA_LAUNCH_BLOCKING is set" in waits.refusal()
+    assert not cuda.log
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tries it on the device")
 def test_without_a_device_there_is_a_reason_and_no_exception():
     assert CudaWaits(DEVICE).refusal()

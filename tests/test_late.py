@@ -254,7 +254,7 @@ def test_closing_while_rows_are_gathered(qwen, device, monkeypatch):
 
 
 def test_interrupts_are_raised_at_once_and_hold_nothing_up(qwen, device, monkeypatch):
-    (good,) = steps_of(qwen, 1, first=3)
+    good, other = steps_of(qwen, 2, first=3)
     with Server(qwen, device) as server:
         native = server.late._slot.native
 
@@ -283,6 +283,16 @@ def test_interrupts_are_raised_at_once_and_hold_nothing_up(qwen, device, monkeyp
         server.run(good)
         assert device.idle()
         assert server.right(server.seen[2], good)
+
+        def filled_then_refused():
+            assert server.late.fill(*other) == other[1][-1]
+            raise RuntimeError("the driver refused")
+
+        with pytest.raises(RuntimeError, match="the driver refused"):
+            server.late.launch(filled_then_refused)
+        server.run(good)
+        assert device.idle()
+        assert server.right(server.seen[3], good), "not the rows of the launch that was not"
 
         def interrupted():
             server.graph.replay()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -170,6 +171,8 @@ class CudaWaits:
     def _asked(self) -> str | None:
         if getattr(torch.version, "hip", None) is not None:
             return "ROCm is not CUDA"
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            return "CUDA_LAUNCH_BLOCKING is set, so a launch waits for its graph"
         if self._driver is None:
             try:
                 self._driver = importlib.import_module("cuda.bindings.driver")

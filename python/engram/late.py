@@ -168,7 +168,7 @@ class LateStep:
             replay()
         except Exception:
             with self._state:
-                self._launched = None
+                self._unlaunch()
             raise
         except BaseException:
             # Whether the graph is on its way is unknown. It must not wait for ever, and no later
@@ -389,6 +389,16 @@ class LateStep:
     def _require_open(self) -> None:
         if self._closed is not None:
             raise placed(ValueError(f"this LateStep is closed ({self._closed}); capture again"))
+
+    def _unlaunch(self) -> None:
+        """Takes a launch back that did not happen, and what another thread has brought for it."""
+        assert self._word is not None
+        if self._launched is not None:
+            self._launched = None
+        elif self._debts:
+            self._debts -= 1
+        else:
+            self._word.set(TAKEN)
 
     def _end(self, why: str) -> None:
         assert self._word is not None
