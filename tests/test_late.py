@@ -318,6 +318,8 @@ def test_what_belongs_outside_of_a_capture(qwen, device):
                 server.stage.prepare([1])
             with pytest.raises(RuntimeError, match="being captured"):
                 server.stage.late()
+        with pytest.raises(RuntimeError, match=r"call wait\(\) in its capture"):
+            server.stage.late(driver=device).launch(server.replay)
         for wrong, error in ((0, ValueError), (65, ValueError), (1.5, TypeError)):
             with pytest.raises(error):
                 server.stage.late(wrong)

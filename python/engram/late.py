@@ -54,6 +54,7 @@ class LateStep:
 
     Attributes:
         tokens: Tokens whose rows the graph fetches at every replay.
+        patience: Seconds after which a launch without rows is given up; the stage's.
     """
 
     def __init__(self, stage: Stage, tokens: int, driver: GraphWaits) -> None:
@@ -69,6 +70,7 @@ class LateStep:
             self._reason = self._reserve()
         self._state = threading.Lock()
         self._filling = threading.Lock()
+        self._captured = False
         self._launched: float | None = None
         """When the graph was launched that has no rows yet."""
         self._number = 0
@@ -134,6 +136,7 @@ class LateStep:
             return
         for buffer in self._stage._buffers:
             buffer.require_in_place()
+        self._captured = True
         self._driver.wait(self._word)
         self._driver.copy(self._slot.copies_of(self.tokens))
         self._driver.reset(self._word)
@@ -147,12 +150,16 @@ class LateStep:
         Raises:
             Exception: What `finish` would have raised for the step before, or what `replay` raises.
                 The graph then counts as not launched.
-            RuntimeError: The launch before has no rows yet.
+            RuntimeError: The launch before has no rows yet, or `wait` was never captured.
             ValueError: Closed.
         """
         with self._state:
             self._require_open()
             self._raise_pending()
+            if self.waits and not self._captured:
+                raise placed(
+                    RuntimeError("no graph waits for this LateStep: call wait() in its capture")
+                )
             if self.pending:
                 raise placed(
                     RuntimeError(
