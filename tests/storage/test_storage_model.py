@@ -160,6 +160,21 @@ def test_a_table_without_rows_or_scales_is_not_served(directories, tmp_path):
         engram.NgramEmbedding(hasher, unscaled, dtype=torch.bfloat16)
 
 
+def test_the_topology_reaches_the_storage(directories):
+    """Of two ranks that share a table, one serves its half and leaves the rest to the other."""
+    directory, _ = directories["bf16"]
+    whole = tables_of(from_pretrained(directory))[0]._storage
+    halves = []
+    for rank in range(2):
+        parallel = {"tensor_parallel_size": 2, "rank": rank}
+        model = from_pretrained(directory, engram_config={}, parallel=parallel)
+        halves.append(tables_of(model)[0]._storage)
+    assert [half.shard.rank for half in halves] == [0, 1]
+    ids = torch.arange(whole.num_rows)
+    both = sum(half.lookup(ids).view(torch.uint8) for half in halves)
+    assert torch.equal(both, whole.gather(ids).view(torch.uint8))
+
+
 def test_a_configuration_that_cannot_be_had_is_refused_before_weights_are_read(
     directories, monkeypatch
 ):
