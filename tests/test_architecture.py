@@ -43,7 +43,8 @@ PYTHON_ORDER = [
     "gather", "table_set", "views",
     "quant", "hashing",
     "model_config", "config", "collective", "parallel", "exchange", "storage",
-    "lookahead", "copier", "stagetables", "staging", "embedding", "integrations",
+    "lookahead", "copier", "stagetables", "slots", "graphwait", "latewatch", "late", "staging",
+    "embedding", "integrations",
     "synth",
     "cli", "__main__",
 ]
