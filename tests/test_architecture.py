@@ -27,13 +27,13 @@ CORE_ORDER = [
     "reread", "gather", "verify", "warm", "hosted",
     "schedule", "ticket",
     "hash", "step",
-    "bench",
+    "probe", "bench",
 ]
 """The core's modules as a row meets them. A module imports only modules that stand before it."""
 
 BINDING_ORDER = [
     "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
-    "hash", "gather", "ticket", "step", "hosted", "views", "bench",
+    "hash", "news", "gather", "ticket", "step", "hosted", "views", "diagnosis", "bench",
 ]
 """The same for the binding, which may import all of the core."""
 

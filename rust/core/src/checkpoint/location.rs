@@ -192,13 +192,16 @@ impl Directory {
         Ok(names.pop().map(|name| self.path.join(name)))
     }
 
+    /// Names of every safetensors file of the directory, sorted.
+    pub(super) fn safetensors_names(&self) -> Result<Vec<PathBuf>> {
+        self.names(|name| Path::new(name).extension() == Some(OsStr::new("safetensors")))
+    }
+
     /// Every safetensors file of the directory but the `known` ones; sub-directories are not
     /// searched.
     pub(super) fn safetensors_files(&self, known: &HashSet<&Path>) -> Result<Vec<Found>> {
         let mut found = Vec::new();
-        for name in
-            self.names(|name| Path::new(name).extension() == Some(OsStr::new("safetensors")))?
-        {
+        for name in self.safetensors_names()? {
             if known.contains(self.path.join(&name).as_path()) {
                 continue;
             }
@@ -266,7 +269,7 @@ impl Directory {
     }
 
     /// Follows the links of one file below the directory.
-    fn locate(&self, relative: &Path) -> Result<Located> {
+    pub(super) fn locate(&self, relative: &Path) -> Result<Located> {
         let path = self.path.join(relative);
         let status = match fs::symlink_metadata(&path) {
             Ok(status) => status,
@@ -333,7 +336,8 @@ impl Directory {
     }
 }
 
-enum Located {
+/// What is at a name in a checkpoint directory.
+pub(super) enum Located {
     File(Found),
     Directory,
     Dangling(PathBuf),
@@ -341,7 +345,7 @@ enum Located {
 }
 
 /// A file name from an index as a path below its directory, or what is wrong with it.
-fn relative(name: &str) -> std::result::Result<PathBuf, &'static str> {
+pub(super) fn relative(name: &str) -> std::result::Result<PathBuf, &'static str> {
     if name.contains('\\') {
         return Err("contains a backslash");
     }
