@@ -40,7 +40,7 @@ BINDING_ORDER = [
 PYTHON_ORDER = [
     "_engram", "_errors", "_notices", "_dtypes", "_arguments",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
-    "gather", "table_set", "views",
+    "gather", "table_set", "views", "metrics",
     "quant", "hashing",
     "model_config", "config", "collective", "parallel", "exchange", "storage",
     "lookahead", "copier", "stagetables", "staging", "embedding", "integrations",
