@@ -155,7 +155,7 @@ class _Watched:
         except ValueError:
             return None
         now = _Totals.of(stats)
-        if now.counters.get("calls", 0) < self.last.counters.get("calls", 0):
+        if any(now.counters.get(key, 0) < count for key, count in self.last.counters.items()):
             self.before.add(self.last)
         self.last = now
         return gather, stats

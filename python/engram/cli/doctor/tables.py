@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import engram
 from engram.cli.errors import describe
 from engram.cli.text import format_bytes, percent, plural
@@ -134,8 +136,12 @@ def _heads(path: Path, info: engram.TableInfo) -> int:
         return 1
     if info.family != "deepseek":
         return engram.hasher(path, info.name).heads
-    # How many rows a token has does not depend on which: no tokenizer is needed for that.
+    # How many rows a token has does not depend on which, so any map of the right size will do where
+    # there is no tokenizer.
     folder = path if path.is_dir() else path.parent
     config: Any = json.loads((folder / "config.json").read_text())
-    tokens = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    return engram.hasher(path, info.name, token_map=range(tokens)).heads
+    fields: dict[str, Any] = {**config, **config.get("text_config", {})}
+    tokens = int(fields.get("vocab_size", 1))
+    compressed = int(fields.get("engram_compressed_vocab_size", tokens))
+    token_map = np.minimum(np.arange(tokens), compressed - 1)
+    return engram.hasher(path, info.name, token_map=token_map).heads
