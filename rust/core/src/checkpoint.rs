@@ -22,10 +22,12 @@ mod index;
 mod location;
 mod packed;
 mod reading;
+mod survey;
 
 use location::Directory;
 use packed::{Packed, Record};
 pub(crate) use reading::parse_config;
+pub use survey::{Flaw, FlawKind, Survey, survey};
 
 /// What a file was when it was opened; a change means that its rows can no longer be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

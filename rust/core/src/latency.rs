@@ -20,6 +20,26 @@ const CELLS_PER_OCTAVE: u64 = 1 << CELL_BITS;
 const LONGEST_BITS: u32 = 42;
 const CELLS: usize = (((LONGEST_BITS - CELL_BITS + 1) as usize) << CELL_BITS) + 1;
 
+/// Bounds of a histogram of durations: 1, 2 and 5 microseconds, and so on to 10 seconds.
+pub const BUCKETS: [Duration; 22] = {
+    let mut bounds = [Duration::ZERO; 22];
+    let mut decade = 1;
+    let mut place = 0;
+    while place < bounds.len() {
+        let factor = match place % 3 {
+            0 => 1,
+            1 => 2,
+            _ => 5,
+        };
+        bounds[place] = Duration::from_micros(factor * decade);
+        if place % 3 == 2 {
+            decade *= 10;
+        }
+        place += 1;
+    }
+    bounds
+};
+
 /// Durations, to within 1 part in 128, from 1 ns to an hour.
 #[derive(Debug)]
 pub struct Latency {
@@ -95,6 +115,24 @@ impl Latency {
         self.longest.fetch_max(nanoseconds, Ordering::Relaxed);
     }
 
+    /// How many durations are at most as long as each of `bounds`, which ascend; to within the width
+    /// of a cell.
+    pub fn at_most(&self, bounds: &[Duration]) -> Vec<u64> {
+        let mut counts = vec![0; bounds.len()];
+        let mut place = 0;
+        let mut seen = 0;
+        for (cell, count) in self.cells.iter().enumerate() {
+            let end = Duration::from_nanos(end_of(cell));
+            while place < bounds.len() && bounds[place] < end {
+                counts[place] = seen;
+                place += 1;
+            }
+            seen += count.load(Ordering::Relaxed);
+        }
+        counts[place..].fill(seen);
+        counts
+    }
+
     /// Count, mean, the 50th, 90th, 99th and 99.9th percentile and the maximum, in seconds.
     pub fn summary(&self) -> Summary {
         let longest = self.longest.load(Ordering::Relaxed);
@@ -168,6 +206,24 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn counts_below_bounds_are_those_of_the_durations(
+            durations in prop::collection::vec(0_u64..20_000_000_000, 0..200),
+        ) {
+            let latency = Latency::default();
+            for &nanoseconds in &durations {
+                latency.record(Duration::from_nanos(nanoseconds));
+            }
+            let bounds: Vec<_> = BUCKETS.to_vec();
+            for (bound, count) in bounds.iter().zip(latency.at_most(&bounds)) {
+                let bound = u64::try_from(bound.as_nanos()).unwrap();
+                let exact = |most: u64| durations.iter().filter(|&&each| each <= most).count() as u64;
+                // A duration in the cell that the bound cuts may be left out.
+                prop_assert!(count <= exact(bound));
+                prop_assert!(count >= exact(bound - bound / CELLS_PER_OCTAVE - 1));
+            }
+        }
+
         #[test]
         fn quantiles_are_those_of_the_sorted_durations(
             mut durations in prop::collection::vec(0_u64..4_000_000_000_000, 1..300),

@@ -41,6 +41,7 @@ pub mod maps;
 pub mod mode;
 pub mod plan;
 pub mod primes;
+pub mod probe;
 mod process;
 pub mod reader;
 mod reread;

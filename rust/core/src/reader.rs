@@ -91,6 +91,8 @@ pub struct Reader {
     /// Sweeps left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
     late_fallbacks: ArcSwap<Vec<String>>,
+    /// Whether something has happened that belongs in a log.
+    news: AtomicBool,
     prefetches: Entrance,
     tickets: InFlight,
     closing: AtomicBool,
@@ -226,6 +228,7 @@ impl Reader {
             stats: Stats::default(),
             verify: AtomicU32::new(0),
             late_fallbacks: ArcSwap::default(),
+            news: AtomicBool::new(false),
             prefetches: Entrance::default(),
             tickets: InFlight::default(),
             closing: AtomicBool::new(false),
@@ -274,9 +277,11 @@ impl Reader {
     /// After `rows` rows were copied: gives page tables back if the cap asks for it.
     pub(crate) fn trim(&self, rows: u64) {
         if let Some(trimmer) = &self.trimmer {
-            self.stats
-                .bytes_trimmed
-                .add(trimmer.copied(rows, &self.files));
+            let trimmed = trimmer.copied(rows, &self.files);
+            if trimmed > 0 {
+                self.stats.bytes_trimmed.add(trimmed);
+                self.note_news();
+            }
         }
     }
 
@@ -330,13 +335,28 @@ impl Reader {
     }
 
     pub(crate) fn note_fallback(&self, text: String) {
-        self.late_fallbacks.rcu(|late| {
+        let before = self.late_fallbacks.rcu(|late| {
             let mut late = Vec::clone(late);
             if !late.contains(&text) {
                 late.push(text.clone());
             }
             late
         });
+        if !before.contains(&text) {
+            self.note_news();
+        }
+    }
+
+    /// Something has happened that belongs in a log.
+    pub(crate) fn note_news(&self) {
+        self.news.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a fallback was taken, rows were read again, or page tables were given back since this
+    /// was last asked. Costs a load of one byte when not.
+    #[inline]
+    pub fn take_news(&self) -> bool {
+        self.news.load(Ordering::Relaxed) && self.news.swap(false, Ordering::Relaxed)
     }
 
     /// Whether beliefs are to be checked with the kernel in this sweep.

@@ -222,6 +222,12 @@ impl Directory {
         Ok(names.pop().map(|name| self.path.join(name)))
     }
 
+    /// Names of every safetensors file of the directory, sorted.
+    pub(super) fn safetensors_names(&self) -> Result<Vec<PathBuf>> {
+        let suffix = Some(OsStr::new("safetensors"));
+        self.names(|name| Path::new(name).extension() == suffix)
+    }
+
     /// Every safetensors file of the directory but those whose names are known; sub-directories are
     /// not searched.
     pub(super) fn safetensors_files(
@@ -229,8 +235,10 @@ impl Directory {
         is_known: impl Fn(&OsStr) -> bool,
     ) -> Result<Vec<Found>> {
         let mut found = Vec::new();
-        let suffix = Some(OsStr::new("safetensors"));
-        for name in self.names(|name| Path::new(name).extension() == suffix && !is_known(name))? {
+        for name in self.safetensors_names()? {
+            if is_known(name.as_os_str()) {
+                continue;
+            }
             match self.locate(&name)? {
                 Located::File(file) => found.push(file),
                 Located::Dangling(target) => {
@@ -295,7 +303,7 @@ impl Directory {
     }
 
     /// Follows the links of one file below the directory.
-    fn locate(&self, relative: &Path) -> Result<Located> {
+    pub(super) fn locate(&self, relative: &Path) -> Result<Located> {
         let path = self.path.join(relative);
         if self.lists_regular(relative) {
             return Ok(Located::File(Found {
@@ -369,7 +377,8 @@ impl Directory {
     }
 }
 
-enum Located {
+/// What is at a name in a checkpoint directory.
+pub(super) enum Located {
     File(Found),
     Directory,
     Dangling(PathBuf),
@@ -377,7 +386,7 @@ enum Located {
 }
 
 /// A file name from an index as a path below its directory, or what is wrong with it.
-fn relative(name: &str) -> std::result::Result<PathBuf, &'static str> {
+pub(super) fn relative(name: &str) -> std::result::Result<PathBuf, &'static str> {
     if name.contains('\\') {
         return Err("contains a backslash");
     }

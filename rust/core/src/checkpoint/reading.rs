@@ -202,6 +202,54 @@ fn read_header(
     Ok((identity, contents))
 }
 
+/// What a file that was refused says of its own size.
+pub(super) struct Promise {
+    /// Bytes it should have; at least so many where the header is cut off.
+    pub(super) expected: u64,
+    /// Bytes it has.
+    pub(super) found: u64,
+    /// Bytes of tensors in it, where the header is whole.
+    pub(super) data: Option<u64>,
+}
+
+/// What a file's header says of its size; nothing else in it is believed.
+pub(super) fn promise(path: &Path) -> Option<Promise> {
+    #[derive(serde::Deserialize)]
+    struct Tensor {
+        data_offsets: (u64, u64),
+    }
+    let (handle, identity) = open(path, "cannot open").ok()?;
+    let mut first8 = [0; PREFIX];
+    handle.read_exact_at(&mut first8, 0).ok()?;
+    let length = u64::from_le_bytes(first8);
+    if !(1..=header::MAX_HEADER_BYTES).contains(&length) {
+        return None;
+    }
+    let data = header::LENGTH_BYTES + length;
+    if identity.len < data {
+        return Some(Promise {
+            expected: data,
+            found: identity.len,
+            data: None,
+        });
+    }
+    let mut text = vec![0; usize::try_from(length).ok()?];
+    handle.read_exact_at(&mut text, header::LENGTH_BYTES).ok()?;
+    let entries: HashMap<String, Value> = serde_json::from_slice(&text).ok()?;
+    let end = entries
+        .into_iter()
+        .filter(|(name, _)| name != "__metadata__")
+        .filter_map(|(_, entry)| serde_json::from_value::<Tensor>(entry).ok())
+        .map(|tensor| tensor.data_offsets.1)
+        .max()
+        .unwrap_or(0);
+    Some(Promise {
+        expected: data.checked_add(end)?,
+        found: identity.len,
+        data: Some(end),
+    })
+}
+
 fn read_failure(error: &std::io::Error, path: &Path, offset: u64) -> Error {
     if error.kind() == ErrorKind::UnexpectedEof {
         Error::checkpoint("the file became shorter while it was being read", path).at_offset(offset)
