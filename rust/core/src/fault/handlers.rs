@@ -167,9 +167,7 @@ unsafe extern "C" fn answer<const LEVEL: usize>(
     info: *mut siginfo_t,
     context: *mut c_void,
 ) {
-    let errno = errno();
-    // SAFETY: the address of this thread's errno, always valid.
-    let before = unsafe { *errno };
+    let before = errno::errno();
     // SAFETY: the kernel passes a whole `siginfo_t` to a handler with SA_SIGINFO, and so does a
     // handler that passes on to this one in the same way.
     let (code, address) = match unsafe { info.as_ref() } {
@@ -182,20 +180,7 @@ unsafe extern "C" fn answer<const LEVEL: usize>(
         // SAFETY: the arguments are those this handler was called with.
         unsafe { pass_on(LEVEL, code, signal, info, context) };
     }
-    // SAFETY: as above.
-    unsafe { *errno = before };
-}
-
-#[cfg(target_os = "linux")]
-fn errno() -> *mut c_int {
-    // SAFETY: has no preconditions.
-    unsafe { libc::__errno_location() }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn errno() -> *mut c_int {
-    // SAFETY: has no preconditions.
-    unsafe { libc::__error() }
+    errno::set_errno(before);
 }
 
 /// Does what would have been done without this level.
