@@ -134,6 +134,7 @@ def test_calls_out_of_order_are_refused(qwen, device):
             server.launch()
         with pytest.raises(RuntimeError, match="while a graph waits for its rows"):
             server.stage.prepare([1])
+        assert server.stage.prefetch([1]), "which asks nothing of the device"
         away = torch.empty(3, dtype=torch.int64, device="meta")
         assert server.late.fill(away) == 0
         with pytest.raises(TypeError, match="on the host, not on meta"):

@@ -338,7 +338,8 @@ class Stage:
                 "host, which a replay does not repeat. Capture only the forward, which reads "
                 "stage.rows(...), and call prepare before every replay"
             )
-        if any(late.waits and late.pending for late in self._late):
+        # A gather ahead asks nothing of the device.
+        if what != "prefetch" and any(late.waits and late.pending for late in self._late):
             raise RuntimeError(
                 f"Stage.{what} was called while a graph waits for its rows: call LateStep.fill or "
                 "LateStep.finish first"
