@@ -33,15 +33,13 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gate::after_fork;
-    #[pymodule_export]
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]
     use crate::hosted::{Hosted, huge_page_bytes, load_rows, memory_bytes};
     #[pymodule_export]
-    use crate::interrupts::at_exit;
+    use crate::interrupts::{after_fork, at_exit};
     #[pymodule_export]
     use crate::step::StepGather;
     #[pymodule_export]
