@@ -23,8 +23,31 @@ mod views;
 use pyo3::prelude::*;
 
 /// Native half of engram.
-#[pymodule]
+// Gates and locks count on the interpreter's lock; see `gate.rs`.
+#[pymodule(gil_used = true)]
 mod _engram {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use pyo3::exceptions::PyImportError;
+    use pyo3::prelude::*;
+
+    /// The `builtins` of the interpreter that imported the module; 0 for none.
+    static BUILTINS: AtomicUsize = AtomicUsize::new(0);
+
+    /// Refuses a second interpreter of the process: rings, threads and open files are the process's,
+    /// and what waits for the lock of one interpreter knows nothing of another's.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let own = module.py().import("builtins")?.as_ptr().addr();
+        match BUILTINS.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst) {
+            Err(other) if other != own => Err(PyImportError::new_err(
+                "engram serves one interpreter of a process, and this is another one \
+                 (subinterpreters share what belongs to the process); use a thread, or a process",
+            )),
+            _ => Ok(()),
+        }
+    }
+
     #[cfg(feature = "bench")]
     #[pymodule_export]
     use crate::bench::{bench_copy, bench_uring};
