@@ -16,7 +16,7 @@
     )
 )]
 
-#[cfg(all(feature = "bench", target_os = "linux"))]
+#[cfg(feature = "bench")]
 pub mod bench;
 pub mod buffer;
 pub mod cache;
@@ -43,12 +43,15 @@ pub mod maps;
 pub mod mode;
 pub mod plan;
 pub mod primes;
+pub mod probe;
+mod process;
 pub mod reader;
 mod reread;
 pub mod residency;
 mod schedule;
 pub mod stats;
 pub mod step;
+mod system;
 pub mod table;
 pub mod threads;
 pub mod ticket;

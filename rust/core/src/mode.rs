@@ -166,7 +166,6 @@ fn resolve_mapping(
     Ok(true)
 }
 
-#[cfg(target_os = "linux")]
 fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
     match crate::fetch::uring::probe() {
         Ok(()) => Ok(Engine::Uring),
@@ -176,7 +175,7 @@ fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
                 libc::EPERM => {
                     ": a seccomp profile or kernel.io_uring_disabled forbids it; allow io_uring_setup, io_uring_enter and io_uring_register"
                 }
-                libc::ENOSYS => ": this kernel has no io_uring, or one older than 5.11",
+                libc::ENOSYS => ": this system has no io_uring, or one older than Linux 5.11",
                 libc::ENOMEM => ": raise the locked-memory limit (`ulimit -l`)",
                 _ => "",
             };
@@ -194,15 +193,6 @@ fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
             Ok(Engine::Pool)
         }
     }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
-    if asked == Io::Uring {
-        return Err(Error::value("io=\"uring\" needs Linux"));
-    }
-    fallbacks.push("io_uring needs Linux; threads read instead".to_owned());
-    Ok(Engine::Pool)
 }
 
 /// The largest alignment any file asks for; all files are read alike, so one refusal is for all.

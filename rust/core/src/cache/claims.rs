@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::mix;
 use crate::error::Result;
-use crate::threads::PerProcess;
+use crate::process::PerProcess;
 
 /// Parts of the table, each with a lock of its own.
 const SHARDS: u64 = 64;

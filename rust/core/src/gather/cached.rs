@@ -18,7 +18,7 @@ use std::time::Instant;
 pub(super) use arrivals::{Arrivals, Keeper};
 use part::{Missing, Part, Slice, Use};
 
-use super::sweep::{FEWEST_SHARED, PARALLEL, STRIP, chunks};
+use super::sweep::{PARALLEL, STRIP, chunks, shares};
 use super::{Belief, Control, Lane, Lanes, Report, Request, Round, Sinks, proof};
 use crate::buffer::PlaneSink;
 use crate::cache::Cache;
@@ -152,12 +152,11 @@ fn look_up(request: &Request<'_, '_>, cache: &Cache, round: &Round<'_>) -> Resul
             round.control.check(&mut checked)?;
         }
     } else {
-        let share = (ids.len() / (8 * threads)).clamp(FEWEST_SHARED, STRIP);
-        let tasks: Vec<_> = chunks(ids.len(), share).collect();
+        let tasks = shares(std::iter::once(ids.len()), ids.len(), threads);
         let all = Mutex::new((0, Vec::new()));
         let work = |task: usize| {
             let mut missed = Vec::new();
-            let hits = serve(tasks[task].clone(), &mut missed);
+            let hits = serve(tasks[task].1.clone(), &mut missed);
             let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
             all.0 += hits;
             all.1.append(&mut missed);
@@ -281,6 +280,9 @@ fn read(
     outcome.map_err(|error| located(error, parts, slices))?;
     for arrivals in &arrivals {
         arrivals.finish();
+    }
+    for (part, slice) in parts.iter().zip(slices) {
+        part.count_repeats(slice);
     }
     Ok(())
 }

@@ -117,6 +117,16 @@ impl<'r> Part<'r> {
         Ok(slice)
     }
 
+    /// Rows wanted several times are read once, and count as often as they are wanted.
+    pub(super) fn count_repeats(&self, slice: &Slice) {
+        let repeats: usize = slice.groups.iter().map(|group| group.len() - 1).sum();
+        let planes = self.reader.table().planes.len();
+        self.reader
+            .stats()
+            .rows_fetched
+            .add((repeats * planes) as u64);
+    }
+
     /// Where in `missing` the places of the row at `start` lie.
     fn group(&self, start: usize) -> Range<usize> {
         let id = self.missing[start].id;
