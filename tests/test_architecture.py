@@ -39,7 +39,8 @@ BINDING_ORDER = [
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
-    "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments", "_sizes", "pagecache",
+    "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments", "_sizes",
+    "pagecache",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
     "gather", "table_set", "views", "metrics",
     "quant", "hashing",

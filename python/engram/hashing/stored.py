@@ -85,9 +85,7 @@ def _indexed(directory: Path) -> dict[str, Path]:
     if not index.exists():
         return {}
     try:
-        parsed = parse_json(
-            read_small(index, INDEX_BYTES), index, "no weight_map, for the index is not JSON"
-        )
+        parsed = parse_json(read_small(index, INDEX_BYTES), index, "no weight_map, for the index is not JSON")
         weight_map: Any = parsed["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (KeyError, TypeError, AttributeError) as error:
