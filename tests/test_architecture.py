@@ -23,9 +23,9 @@ CORE_ORDER = [
     "plan",
     "process", "threads", "crew", "system", "fault", "buffer", "map", "residency", "filesystem",
     "file",
-    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
+    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "cache", "reader",
     "views", "load",
-    "reread", "gather", "verify", "warm", "hosted",
+    "reread", "gather", "hot", "verify", "warm", "hosted",
     "schedule", "ticket",
     "hash", "step",
     "probe", "bench",
@@ -39,7 +39,8 @@ BINDING_ORDER = [
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
-    "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments",
+    "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments", "_sizes",
+    "pagecache",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
     "gather", "table_set", "views", "metrics",
     "quant", "hashing",
@@ -54,6 +55,7 @@ PYTHON_ORDER = [
 
 UNSAFE = {
     "core/buffer.rs",
+    "core/cache/memory.rs",
     "core/crew.rs",
     "core/fault.rs",
     "core/fault/handlers.rs",
