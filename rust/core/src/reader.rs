@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use arc_swap::ArcSwap;
+use once_cell::race::OnceBox;
 
 use crate::cache::RowCache;
 use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
@@ -106,8 +107,8 @@ pub struct Reader {
     checks_rows: bool,
     digests: PerProcess<Mutex<Digests>>,
     row_cache: RowCache,
-    /// Alignment of direct reads of rows that are cached, 1 for none; 0 until there is first a budget.
-    cached_direct: AtomicU64,
+    /// Alignment of direct reads of rows that are cached; found out when there is first a budget.
+    cached_direct: OnceBox<Option<u64>>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -232,7 +233,7 @@ impl Reader {
         let reader = Self {
             cuts: cuts.unwrap_or_default(),
             row_cache: RowCache::new(plane_bytes, table.rows()),
-            cached_direct: AtomicU64::new(0),
+            cached_direct: OnceBox::new(),
             table,
             files,
             mode,
@@ -275,20 +276,14 @@ impl Reader {
         if self.mode.asked != Io::Auto {
             return self.mode.direct;
         }
-        let known = match self.cached_direct.load(Ordering::Relaxed) {
-            0 => {
-                let mut fallbacks = Vec::new();
-                let direct = mode::resolve_direct(&self.files, &mut fallbacks);
-                for fallback in fallbacks {
-                    self.note_fallback(fallback);
-                }
-                let found = direct.unwrap_or(1);
-                self.cached_direct.store(found, Ordering::Relaxed);
-                found
+        *self.cached_direct.get_or_init(|| {
+            let mut fallbacks = Vec::new();
+            let direct = mode::resolve_direct(&self.files, &mut fallbacks);
+            for fallback in fallbacks {
+                self.note_fallback(fallback);
             }
-            known => known,
-        };
-        (known > 1).then_some(known)
+            Box::new(direct)
+        })
     }
 
     /// Alignment of direct reads; `None` for reads through the page cache.
