@@ -21,6 +21,8 @@ BENCHES ?= warm cold mixed hash storage
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+FUZZ_TARGETS ?= header index plan ids
+FUZZ_SECONDS ?= 60
 
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml \
 	$(shell find rust -name '*.rs' -o -name 'Cargo.toml')
@@ -52,6 +54,39 @@ test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every te
 .PHONY: soak
 soak: $(PLAIN) $(DEV) ## Ten minutes of crowds and faults at random; SOAK_ARGS="--seconds 60 --seed 7".
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+# RUSTC_BOOTSTRAP lets the stable toolchain take the flags that sanitizers need.
+.PHONY: fuzz
+fuzz: ## Fuzz header, index, plan and ids with AddressSanitizer; FUZZ_SECONDS=60 is for each.
+	export PATH="$(CURDIR)/target/tools/bin:$$PATH"; \
+	cargo fuzz --version >/dev/null 2>&1 \
+		|| cargo install --locked --root target/tools cargo-fuzz; \
+	for name in $(FUZZ_TARGETS); do \
+		echo "== $$name"; \
+		mkdir -p fuzz/found/$$name; \
+		RUSTC_BOOTSTRAP=1 cargo fuzz run --fuzz-dir fuzz --target-dir target/fuzz $$name \
+			fuzz/found/$$name fuzz/corpus/$$name -- -dict=fuzz/json.dict \
+			-max_total_time=$(FUZZ_SECONDS) -max_len=8192 -rss_limit_mb=2048; \
+	done
+
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+
+.PHONY: asan tsan
+asan: ## Test the core under AddressSanitizer and LeakSanitizer.
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
+	LSAN_OPTIONS=suppressions=$(CURDIR)/rust/sanitizers/leaks.txt \
+	cargo test --locked -p engram-core --lib --tests --target $(HOST) --target-dir target/asan
+
+# The standard library comes as it is, uninstrumented: building it anew needs its source, which is no
+# part of the stable toolchain. Threads that meet through its locks, channels and parking therefore look
+# like races. What is left to judge are the modules whose threads meet in engram's own atomics.
+TSAN_MODULES ?= latency residency buffer map:: file:: hash::
+
+tsan: ## Test the core's lock-free modules under ThreadSanitizer.
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
+	TSAN_OPTIONS=suppressions=$(CURDIR)/rust/sanitizers/races.txt \
+	cargo test --locked -p engram-core --lib --target $(HOST) --target-dir target/tsan \
+		-- $(TSAN_MODULES)
 
 .PHONY: lint lint-rust lint-python lint-types
 lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings being errors (-k: all of them).

@@ -21,10 +21,11 @@ CORE_ORDER = [
     "error", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
-    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
+    "process", "threads", "crew", "system", "fault", "buffer", "map", "residency", "filesystem",
+    "file",
+    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "cache", "reader",
     "views", "load",
-    "reread", "gather", "verify", "warm", "hosted",
+    "reread", "gather", "hot", "verify", "warm", "hosted",
     "schedule", "ticket",
     "hash", "step",
     "probe", "bench",
@@ -38,12 +39,14 @@ BINDING_ORDER = [
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
-    "_engram", "_errors", "_notices", "_dtypes", "_arguments",
+    "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments", "_sizes",
+    "pagecache",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
     "gather", "table_set", "views", "metrics",
     "quant", "hashing",
     "model_config", "config", "collective", "parallel", "exchange", "storage",
-    "lookahead", "copier", "stagetables", "staging", "embedding", "integrations",
+    "lookahead", "copier", "stagetables", "slots", "graphwait", "latewatch", "late", "staging",
+    "embedding", "integrations",
     "synth",
     "cli", "__main__",
 ]
@@ -52,10 +55,14 @@ PYTHON_ORDER = [
 
 UNSAFE = {
     "core/buffer.rs",
+    "core/cache/memory.rs",
     "core/crew.rs",
     "core/fault.rs",
+    "core/fault/handlers.rs",
     "core/fetch/uring.rs",
     "core/map.rs",
+    "core/system/linux.rs",
+    "core/system/portable.rs",
     "core/bench.rs",
     "python/buffer.rs",
 }
@@ -279,6 +286,17 @@ def test_unsafe_code_is_where_it_may_be_and_says_why():
             else:
                 assert header is None, f"{path} holds no unsafe code"
     assert found == UNSAFE
+
+
+@needs_sources
+def test_one_module_knows_the_system_it_is_built_for():
+    wheres = {
+        str(path.relative_to(root)): found
+        for root in (CORE, BINDING)
+        for path in sorted(root.rglob("*.rs"))
+        if (found := re.findall(r'target_os|target_family|cfg\(unix|"portable"', rust_code(path)))
+    }
+    assert set(wheres) == {"system.rs"}
 
 
 @needs_sources

@@ -15,11 +15,14 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicU32;
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 
 use crate::error::{Error, Result};
+use crate::fault::{self, Registered};
+use crate::system;
 
 /// Bytes of a huge page; memory that is to be made of them begins and ends on multiples.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -42,7 +45,17 @@ pub struct HostBuffer {
 #[derive(Debug)]
 enum Mapping {
     Private(MmapMut),
-    Shared(MmapRaw),
+    Shared(Shared),
+}
+
+/// Memory of a file. Somebody may cut the file: pages that are gone then hold zeros, of which
+/// [`HostBuffer::lost`] tells.
+#[derive(Debug)]
+struct Shared {
+    /// Before the mapping, so that it ends first; absent where engram may not answer for SIGBUS.
+    registered: Option<Registered>,
+    map: MmapRaw,
+    file: OwnedFd,
 }
 
 /// Which memory nodes pages come from.
@@ -107,19 +120,57 @@ impl HostBuffer {
             .len(bytes.max(1))
             .map_raw(file.as_raw_fd())
             .map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
+        let file = file
+            .try_clone_to_owned()
+            .map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
+        let registered = if fault::allowed() {
+            let start = map.as_mut_ptr() as usize;
+            let registered = Registered::writable(start, map.len(), file.as_raw_fd());
+            Some(registered.map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::EBUSY)))?)
+        } else {
+            None
+        };
         Ok(Self {
             len: map.len(),
-            map: Mapping::Shared(map),
+            map: Mapping::Shared(Shared {
+                registered,
+                map,
+                file,
+            }),
             start: 0,
             huge_pages: false,
         })
     }
 
+    /// Whether the memory is a file's, which others may map too.
+    pub fn is_shared(&self) -> bool {
+        matches!(self.map, Mapping::Shared(_))
+    }
+
+    /// The bytes that are not there any more because the file was cut, or cannot be read; always
+    /// `None` for private memory. What was copied before the question, and does not lie among them,
+    /// was right.
+    pub(crate) fn lost(&self) -> Option<Range<u64>> {
+        let Mapping::Shared(shared) = &self.map else {
+            return None;
+        };
+        let len = self.len as u64;
+        // The last page of a file that was cut reads as zeros without any fault.
+        let left = rustix::fs::fstat(&shared.file)
+            .ok()
+            .and_then(|status| u64::try_from(status.st_size).ok())
+            .map_or(0, |size| size.min(len));
+        let cut = (left < len).then_some(left..len);
+        let faulted = shared.registered.as_ref().and_then(Registered::lost);
+        match (cut, faulted) {
+            (Some(one), Some(other)) => Some(one.start.min(other.start)..len),
+            (cut, faulted) => cut.or(faulted),
+        }
+    }
+
     fn advise_huge(&self) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        return self.advise(Advice::HugePage, 0..self.len);
-        #[cfg(not(target_os = "linux"))]
-        Err(io::ErrorKind::Unsupported.into())
+        let advice = system::HUGE_PAGES.ok_or(io::ErrorKind::Unsupported)?;
+        self.advise(advice, 0..self.len)
     }
 
     /// Gives advice for `bytes` of the buffer.
@@ -127,7 +178,7 @@ impl HostBuffer {
         let (start, length) = (self.start + bytes.start, bytes.end - bytes.start);
         match &self.map {
             Mapping::Private(map) => map.advise_range(advice, start, length),
-            Mapping::Shared(map) => map.advise_range(advice, start, length),
+            Mapping::Shared(shared) => shared.map.advise_range(advice, start, length),
         }
     }
 
@@ -135,7 +186,7 @@ impl HostBuffer {
     pub fn address(&self) -> *mut u8 {
         let base = match &self.map {
             Mapping::Private(map) => map.as_ptr().cast_mut(),
-            Mapping::Shared(map) => map.as_mut_ptr(),
+            Mapping::Shared(shared) => shared.map.as_mut_ptr(),
         };
         base.wrapping_add(self.start)
     }
@@ -166,6 +217,19 @@ impl HostBuffer {
         }
     }
 
+    /// Gives the memory of `bytes`, whole pages, back to the kernel; they hold zeros afterwards.
+    pub(crate) fn discard(&self, bytes: Range<usize>) -> io::Result<()> {
+        let Mapping::Private(map) = &self.map else {
+            return Err(io::ErrorKind::Unsupported.into());
+        };
+        let bytes = self.pages(&bytes)?;
+        let (start, length) = (self.start + bytes.start, bytes.end - bytes.start);
+        // SAFETY: the range lies in the buffer, which is private and anonymous, so its pages become
+        // zeros. Bytes that become zeros are as good as written by another thread; whoever reads
+        // them meanwhile does so through atomics, or not at all.
+        unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, length) }
+    }
+
     /// Whole pages of `bytes`, which must lie in the buffer.
     fn pages(&self, bytes: &Range<usize>) -> io::Result<Range<usize>> {
         if bytes.start > bytes.end || bytes.end > self.len {
@@ -175,14 +239,29 @@ impl HostBuffer {
         Ok(bytes.start / page * page..bytes.end)
     }
 
+    /// The four bytes at `offset` as a word that others, a device among them, read and write at any
+    /// time. None where they are outside the buffer, or not at a multiple of four.
+    #[must_use]
+    pub fn word(&self, offset: usize) -> Option<&AtomicU32> {
+        let end = offset.checked_add(size_of::<AtomicU32>())?;
+        if end > self.len || !offset.is_multiple_of(align_of::<AtomicU32>()) {
+            return None;
+        }
+        // SAFETY: the word lies within the buffer, whose first byte is at a page boundary, so it is
+        // aligned; the memory lives as long as `self`, which the reference borrows. Rows and words
+        // share no bytes: whoever uses a word keeps its bytes for words.
+        Some(unsafe { AtomicU32::from_ptr(self.address().add(offset).cast()) })
+    }
+
     /// Makes the kernel give memory for `bytes` now, as if they were written to; the contents stay.
     pub fn prefault(&self, bytes: Range<usize>) -> io::Result<()> {
         let bytes = self.pages(&bytes)?;
-        #[cfg(target_os = "linux")]
-        match self.advise(Advice::PopulateWrite, bytes.clone()) {
-            // Kernels before 5.14 do not know the advice.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            outcome => return outcome,
+        if let Some(advice) = system::POPULATE_WRITE {
+            match self.advise(advice, bytes.clone()) {
+                // Kernels before 5.14 do not know the advice.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                outcome => return outcome,
+            }
         }
         for offset in bytes.step_by(rustix::param::page_size()) {
             let byte = self.address().wrapping_add(offset);
@@ -197,80 +276,16 @@ impl HostBuffer {
     /// Makes huge pages of the ordinary ones of `bytes`, where the kernel finds room. May take
     /// long: a part at a time leaves the caller in control. Needs Linux 6.1.
     pub fn collapse(&self, bytes: Range<usize>) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        {
-            const MADV_COLLAPSE: libc::c_int = 25;
-            let bytes = self.pages(&bytes)?;
-            // SAFETY: the range lies in the buffer, and the advice moves pages without changing
-            // what is in them.
-            let result = unsafe {
-                libc::madvise(
-                    self.address().wrapping_add(bytes.start).cast(),
-                    bytes.end - bytes.start,
-                    MADV_COLLAPSE,
-                )
-            };
-            if result == 0 {
-                Ok(())
-            } else {
-                Err(io::Error::last_os_error())
-            }
-        }
-        #[cfg(not(target_os = "linux"))]
-        {
-            let _ = bytes;
-            Err(io::ErrorKind::Unsupported.into())
-        }
+        let bytes = self.pages(&bytes)?;
+        let address = self.address().wrapping_add(bytes.start);
+        system::collapse(address, bytes.end - bytes.start)
     }
 
     /// Says which memory nodes the buffer's pages come from, for pages touched from now on; those
     /// that are there already stay where they are.
     pub fn place(&self, nodes: &[u32], policy: NodePolicy) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        {
-            const MPOL_INTERLEAVE: libc::c_ulong = 3;
-            const MPOL_PREFERRED: libc::c_ulong = 1;
-            const MPOL_PREFERRED_MANY: libc::c_ulong = 5;
-            const BITS: u32 = libc::c_ulong::BITS;
-            let Some(&last) = nodes.iter().max() else {
-                return Err(io::ErrorKind::InvalidInput.into());
-            };
-            let words = usize::try_from(last / BITS + 1).unwrap_or(usize::MAX);
-            let mut mask: Vec<libc::c_ulong> = vec![0; words];
-            for &node in nodes {
-                mask[usize::try_from(node / BITS).unwrap_or(0)] |= 1 << (node % BITS);
-            }
-            let mode = match (policy, nodes.len()) {
-                (NodePolicy::Interleave, _) => MPOL_INTERLEAVE,
-                (NodePolicy::Prefer, 1) => MPOL_PREFERRED,
-                (NodePolicy::Prefer, _) => MPOL_PREFERRED_MANY,
-            };
-            let page = rustix::param::page_size();
-            // SAFETY: the range is this buffer's own mapping, and `mask` has as many bits as said
-            // (the kernel counts one more than it reads). The policy decides where pages come
-            // from, not what is in them.
-            let result = unsafe {
-                libc::syscall(
-                    libc::SYS_mbind,
-                    self.address(),
-                    self.len.next_multiple_of(page),
-                    mode,
-                    mask.as_ptr(),
-                    mask.len() * BITS as usize + 1,
-                    0_usize,
-                )
-            };
-            if result == 0 {
-                Ok(())
-            } else {
-                Err(io::Error::last_os_error())
-            }
-        }
-        #[cfg(not(target_os = "linux"))]
-        {
-            let _ = (nodes, policy);
-            Err(io::ErrorKind::Unsupported.into())
-        }
+        let in_turn = policy == NodePolicy::Interleave;
+        system::place(self.address(), self.len, nodes, in_turn)
     }
 }
 
@@ -347,6 +362,17 @@ impl<'a> PlaneSink<'a> {
         })
     }
 
+    /// The same places, for as long as nobody uses this sink for others.
+    pub(crate) fn again(&self) -> PlaneSink<'_> {
+        PlaneSink {
+            base: self.base,
+            stride: self.stride,
+            row_bytes: self.row_bytes,
+            rows: self.rows,
+            memory: PhantomData,
+        }
+    }
+
     /// Rows the sink holds.
     pub fn rows(&self) -> usize {
         self.rows
@@ -405,10 +431,14 @@ impl<'a> PlaneSink<'a> {
     /// Whether a row, written before and by nobody now, is `bytes`.
     pub(crate) fn holds(&self, position: usize, bytes: &[u8]) -> bool {
         assert_eq!(bytes.len(), self.row_bytes, "row length");
+        self.look(position, |row| row == bytes)
+    }
+
+    /// Shows `look` a row, written before and by nobody now.
+    pub(crate) fn look<T>(&self, position: usize, look: impl FnOnce(&[u8]) -> T) -> T {
         // SAFETY: `row` gives the address of `row_bytes` bytes, initialised because the row was
         // written; the caller sees to it that no thread writes to the row meanwhile.
-        let row = unsafe { std::slice::from_raw_parts(self.row(position), self.row_bytes) };
-        row == bytes
+        look(unsafe { std::slice::from_raw_parts(self.row(position), self.row_bytes) })
     }
 
     /// Fills one row with zeros.

@@ -10,6 +10,12 @@ pub struct Filesystem {
 }
 
 impl Filesystem {
+    /// A filesystem about which nothing is known.
+    pub const UNKNOWN: Self = Self {
+        name: "unknown",
+        remote: false,
+    };
+
     /// By the magic number `statfs` reports.
     pub fn from_magic(magic: u64) -> Self {
         let (name, remote) = match magic {
@@ -33,7 +39,7 @@ impl Filesystem {
             0x4750_4653 => ("gpfs", true),
             0x1983_0326 => ("beegfs", true),
             0x5346_414F => ("afs", true),
-            _ => ("unknown", false),
+            _ => return Self::UNKNOWN,
         };
         Self { name, remote }
     }

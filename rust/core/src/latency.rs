@@ -3,12 +3,15 @@
 //! A lock would be held by some thread at the moment of a fork sooner or later, and every gather of
 //! the child would then wait for a thread that it does not have.
 //!
-//! Durations are counted in cells of equal relative width: nanoseconds below 128 have a cell each,
-//! and every further octave has 128 cells, so a cell is at most 1/128 wide in relation to its
-//! values.
+//! Durations are counted in the cells of an HDR histogram of two significant digits, of which they are
+//! put into one (crate `hdrhistogram`, whose own recorders share counts through a lock) when somebody asks for
+//! percentiles: nanoseconds below 128 have a cell each, and every further octave has 128 cells, so a cell is at
+//! most 1/128 wide in relation to its values.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+use hdrhistogram::Histogram;
 
 const CELL_BITS: u32 = 7;
 const CELLS_PER_OCTAVE: u64 = 1 << CELL_BITS;
@@ -74,6 +77,13 @@ impl Default for Latency {
     }
 }
 
+/// An HDR histogram with the cells of [`Latency`].
+fn empty() -> Histogram<u64> {
+    const SIGNIFICANT_DIGITS: u8 = 2;
+    Histogram::new_with_bounds(1, 1 << LONGEST_BITS, SIGNIFICANT_DIGITS)
+        .unwrap_or_else(|error| unreachable!("constant bounds: {error}"))
+}
+
 /// The cell of a duration.
 fn cell_of(nanoseconds: u64) -> usize {
     let octave = (nanoseconds | (CELLS_PER_OCTAVE - 1)).ilog2() + 1 - CELL_BITS;
@@ -125,24 +135,18 @@ impl Latency {
 
     /// Count, mean, the 50th, 90th, 99th and 99.9th percentile and the maximum, in seconds.
     pub fn summary(&self) -> Summary {
-        let counts: Vec<u64> = self
-            .cells
-            .iter()
-            .map(|cell| cell.load(Ordering::Relaxed))
-            .collect();
-        let count: u64 = counts.iter().sum();
         let longest = self.longest.load(Ordering::Relaxed);
         let seconds = |nanoseconds| Duration::from_nanos(nanoseconds).as_secs_f64();
-        // The smallest duration that so many thousandths of all do not exceed.
-        let quantile = |thousandths: u64| {
-            let wanted = (u128::from(count) * u128::from(thousandths)).div_ceil(1000);
-            let mut seen = 0_u128;
-            let cell = counts.iter().position(|&count| {
-                seen += u128::from(count);
-                count > 0 && seen >= wanted
-            });
-            seconds(cell.map_or(0, |cell| end_of(cell).min(longest)))
-        };
+        let mut histogram = empty();
+        let mut count = 0;
+        for (cell, cell_count) in self.cells.iter().enumerate() {
+            let cell_count = cell_count.load(Ordering::Relaxed);
+            if cell_count > 0 {
+                histogram.saturating_record_n(end_of(cell), cell_count);
+                count += cell_count;
+            }
+        }
+        let quantile = |quantile| seconds(histogram.value_at_quantile(quantile).min(longest));
         let total = seconds(self.nanoseconds.load(Ordering::Relaxed));
         #[expect(
             clippy::cast_precision_loss,
@@ -156,10 +160,10 @@ impl Latency {
         Summary {
             count,
             mean,
-            p50: quantile(500),
-            p90: quantile(900),
-            p99: quantile(990),
-            p999: quantile(999),
+            p50: quantile(0.5),
+            p90: quantile(0.9),
+            p99: quantile(0.99),
+            p999: quantile(0.999),
             max: seconds(longest),
         }
     }

@@ -16,9 +16,10 @@
     )
 )]
 
-#[cfg(all(feature = "bench", target_os = "linux"))]
+#[cfg(feature = "bench")]
 pub mod bench;
 pub mod buffer;
+pub mod cache;
 pub mod cgroup;
 pub mod checkpoint;
 mod crew;
@@ -33,6 +34,7 @@ pub mod gather;
 pub mod hash;
 pub mod header;
 pub mod hosted;
+pub mod hot;
 mod in_flight;
 pub mod latency;
 pub mod load;
@@ -42,12 +44,14 @@ pub mod mode;
 pub mod plan;
 pub mod primes;
 pub mod probe;
+mod process;
 pub mod reader;
 mod reread;
 pub mod residency;
 mod schedule;
 pub mod stats;
 pub mod step;
+mod system;
 pub mod table;
 pub mod threads;
 pub mod ticket;

@@ -166,7 +166,6 @@ fn resolve_mapping(
     Ok(true)
 }
 
-#[cfg(target_os = "linux")]
 fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
     match crate::fetch::uring::probe() {
         Ok(()) => Ok(Engine::Uring),
@@ -176,7 +175,7 @@ fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
                 libc::EPERM => {
                     ": a seccomp profile or kernel.io_uring_disabled forbids it; allow io_uring_setup, io_uring_enter and io_uring_register"
                 }
-                libc::ENOSYS => ": this kernel has no io_uring, or one older than 5.11",
+                libc::ENOSYS => ": this system has no io_uring, or one older than Linux 5.11",
                 libc::ENOMEM => ": raise the locked-memory limit (`ulimit -l`)",
                 _ => "",
             };
@@ -196,17 +195,8 @@ fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
-fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
-    if asked == Io::Uring {
-        return Err(Error::value("io=\"uring\" needs Linux"));
-    }
-    fallbacks.push("io_uring needs Linux; threads read instead".to_owned());
-    Ok(Engine::Pool)
-}
-
 /// The largest alignment any file asks for; all files are read alike, so one refusal is for all.
-fn resolve_direct(files: &[Arc<OpenFile>], fallbacks: &mut Vec<String>) -> Option<u64> {
+pub(crate) fn resolve_direct(files: &[Arc<OpenFile>], fallbacks: &mut Vec<String>) -> Option<u64> {
     let mut alignment = 512;
     for file in files {
         match file.direct() {

@@ -112,7 +112,6 @@ pub fn measure(
     })
 }
 
-#[cfg(target_os = "linux")]
 fn engine(reader: &Reader, depth: usize) -> Result<Box<dyn Fetch>> {
     use crate::fetch::uring::{self, Uring};
     if reader.mode().engine == Engine::Pool {
@@ -124,11 +123,6 @@ fn engine(reader: &Reader, depth: usize) -> Result<Box<dyn Fetch>> {
         place: Box::default(),
     })?;
     Ok(Box::new(Uring::with_depth(ring, depth)))
-}
-
-#[cfg(not(target_os = "linux"))]
-fn engine(_reader: &Reader, depth: usize) -> Result<Box<dyn Fetch>> {
-    Ok(Box::new(pool::Narrow(depth)))
 }
 
 /// `SplitMix64`.

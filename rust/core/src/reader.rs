@@ -1,10 +1,15 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use arc_swap::ArcSwap;
+use once_cell::race::OnceBox;
+
+use crate::cache::RowCache;
 use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
 use crate::cuts::Cuts;
 use crate::discover::{self, TableRef};
@@ -12,8 +17,9 @@ use crate::error::{Error, Result};
 use crate::file::{Mapping, OpenFile};
 use crate::in_flight::InFlight;
 use crate::mode::{self, Io, Mode};
+use crate::process::PerProcess;
 use crate::stats::Stats;
-use crate::table::Table;
+use crate::table::{Plane, Table};
 use crate::threads;
 use crate::trim::Trimmer;
 
@@ -53,6 +59,8 @@ pub struct Options {
     pub advice: Advice,
     /// Cap on the mapping's resident bytes.
     pub max_mapped_bytes: Option<u64>,
+    /// Bytes for a cache of rows; 0 for none.
+    pub cache_bytes: u64,
 }
 
 impl Default for Options {
@@ -62,6 +70,7 @@ impl Default for Options {
             threads: None,
             advice: Advice::Auto,
             max_mapped_bytes: None,
+            cache_bytes: 0,
         }
     }
 }
@@ -86,7 +95,7 @@ pub struct Reader {
     stats: Stats,
     /// Sweeps left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
-    late_fallbacks: Mutex<Vec<String>>,
+    late_fallbacks: ArcSwap<Vec<String>>,
     /// Whether something has happened that belongs in a log.
     news: AtomicBool,
     prefetches: Entrance,
@@ -96,7 +105,10 @@ pub struct Reader {
     shadowed: Vec<Shadowed>,
     /// Compare every gathered row with a second read of it.
     checks_rows: bool,
-    digests: Mutex<Digests>,
+    digests: PerProcess<Mutex<Digests>>,
+    row_cache: RowCache,
+    /// Alignment of direct reads of rows that are cached; found out when there is first a budget.
+    cached_direct: OnceBox<Option<u64>>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -106,6 +118,8 @@ pub struct Located {
     pub table: Table,
     /// The files, as they were when their headers were read.
     pub files: Vec<CheckpointFile>,
+    /// The files that are open already, by the same numbers; may be shorter.
+    pub handles: Vec<Option<Arc<File>>>,
     /// Second copies of tensors in the checkpoint, which are never read.
     pub shadowed: Vec<Shadowed>,
 }
@@ -113,7 +127,7 @@ pub struct Located {
 impl Located {
     /// Finds `table` in the checkpoint at `path`.
     pub fn find(path: &Path, table: TableRef<'_>) -> Result<Self> {
-        let checkpoint = Checkpoint::open(path)?;
+        let checkpoint = Checkpoint::open_for_rows(path)?;
         let table = discover::select(&checkpoint, table)?;
         Ok(Self::new(&checkpoint, table))
     }
@@ -125,10 +139,12 @@ impl Located {
             .iter()
             .map(|&file| checkpoint.files[file].clone())
             .collect();
+        let handles = used.iter().map(|&file| checkpoint.handle(file)).collect();
         table.renumber_files(&used);
         Self {
             table,
             files,
+            handles,
             shadowed: checkpoint.shadowed.clone(),
         }
     }
@@ -169,13 +185,18 @@ impl Reader {
                 path.display()
             )));
         }
-        Self::open(located, self.options)
+        let options = Options {
+            cache_bytes: self.row_cache.budget(),
+            ..self.options
+        };
+        Self::open(located, options)
     }
 
     fn open_files(located: Located, options: Options) -> Result<Self> {
         let Located {
             table,
             files,
+            handles,
             shadowed,
         } = located;
         let mapping = match options.io {
@@ -185,11 +206,8 @@ impl Reader {
         };
         let random = options.advice != Advice::Normal;
         let count = files.len();
-        let files = files
-            .iter()
-            .map(|file| OpenFile::open(file, mapping, random))
-            .collect::<Result<Vec<_>>>()
-            .map_err(|error| match error {
+        let files =
+            OpenFile::open_all(&files, &handles, mapping, random).map_err(|error| match error {
                 Error::Io {
                     doing,
                     errno: errno @ libc::EMFILE,
@@ -211,8 +229,11 @@ impl Reader {
         } else {
             None
         };
-        Ok(Self {
+        let plane_bytes = table.planes.iter().map(Plane::row_bytes).collect();
+        let reader = Self {
             cuts: cuts.unwrap_or_default(),
+            row_cache: RowCache::new(plane_bytes, table.rows()),
+            cached_direct: OnceBox::new(),
             table,
             files,
             mode,
@@ -221,7 +242,7 @@ impl Reader {
             trimmer: options.max_mapped_bytes.map(Trimmer::new),
             stats: Stats::default(),
             verify: AtomicU32::new(0),
-            late_fallbacks: Mutex::default(),
+            late_fallbacks: ArcSwap::default(),
             news: AtomicBool::new(false),
             prefetches: Entrance::default(),
             tickets: InFlight::default(),
@@ -229,8 +250,62 @@ impl Reader {
             options,
             shadowed,
             checks_rows: std::env::var_os("ENGRAM_VERIFY").is_some_and(|value| value == "1"),
-            digests: Mutex::default(),
+            digests: PerProcess::new(),
+        };
+        reader.resize_cache(options.cache_bytes, &|| Ok(()))?;
+        Ok(reader)
+    }
+
+    /// The cache of rows, which may have no budget.
+    #[inline]
+    pub fn row_cache(&self) -> &RowCache {
+        &self.row_cache
+    }
+
+    /// Changes the budget for cached rows: see [`RowCache::resize`]. With one, `auto` reads missing
+    /// rows past the page cache where it can.
+    pub fn resize_cache(&self, bytes: u64, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
+        if bytes > 0 {
+            self.cached_direct();
+        }
+        self.row_cache.resize(bytes, interrupt)
+    }
+
+    /// Alignment of direct reads of rows that are cached; `None` for reads through the page cache.
+    pub(crate) fn cached_direct(&self) -> Option<u64> {
+        if self.mode.asked != Io::Auto {
+            return self.mode.direct;
+        }
+        *self.cached_direct.get_or_init(|| {
+            let mut fallbacks = Vec::new();
+            let direct = mode::resolve_direct(&self.files, &mut fallbacks);
+            for fallback in fallbacks {
+                self.note_fallback(fallback);
+            }
+            Box::new(direct)
         })
+    }
+
+    /// Alignment of direct reads; `None` for reads through the page cache.
+    pub fn direct(&self) -> Option<u64> {
+        if self.row_cache.is_active() {
+            self.cached_direct()
+        } else {
+            self.mode.direct
+        }
+    }
+
+    /// A few words naming what runs.
+    pub fn runs(&self) -> String {
+        let mode = Mode {
+            direct: self.direct(),
+            ..self.mode.clone()
+        };
+        if self.row_cache.is_active() {
+            format!("cache+{}", mode.name())
+        } else {
+            mode.name()
+        }
     }
 
     /// The table.
@@ -295,7 +370,7 @@ impl Reader {
         self.checks_rows
     }
 
-    pub(crate) fn digests(&self) -> &Mutex<Digests> {
+    pub(crate) fn digests(&self) -> &PerProcess<Mutex<Digests>> {
         &self.digests
     }
 
@@ -319,10 +394,7 @@ impl Reader {
 
     /// Fallbacks taken at open and since.
     pub fn fallbacks(&self) -> Vec<String> {
-        let late = self
-            .late_fallbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let late = self.late_fallbacks.load();
         self.mode
             .fallbacks
             .iter()
@@ -332,13 +404,14 @@ impl Reader {
     }
 
     pub(crate) fn note_fallback(&self, text: String) {
-        let mut late = self
-            .late_fallbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if !late.contains(&text) {
-            late.push(text);
-            drop(late);
+        let before = self.late_fallbacks.rcu(|late| {
+            let mut late = Vec::clone(late);
+            if !late.contains(&text) {
+                late.push(text.clone());
+            }
+            late
+        });
+        if !before.contains(&text) {
             self.note_news();
         }
     }

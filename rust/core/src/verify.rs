@@ -4,7 +4,6 @@ use std::fs;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io;
 use std::path::PathBuf;
-use std::sync::PoisonError;
 
 use crate::buffer::PlaneSink;
 use crate::checkpoint::{Identity, Shadowed};
@@ -105,7 +104,7 @@ pub fn verify(
 ) -> Result<Verification> {
     let mut again = Again::new(reader)?;
     let mut found = Verification {
-        ways: [reader.mode().name(), again.name().to_owned()],
+        ways: [reader.runs(), again.name().to_owned()],
         shadowed: reader.shadowed().to_vec(),
         ..Verification::default()
     };
@@ -280,22 +279,19 @@ fn compare(
             let mut hasher = DefaultHasher::new();
             row.hash(&mut hasher);
             let digest = hasher.finish();
-            let mut digests = reader
-                .digests()
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
             let key = (index, id.cast_unsigned());
-            match digests.get(&key) {
-                Some(&known) if known != digest => {
-                    found.add(problem(
-                        Kind::Overwritten,
-                        "differs from what an earlier verification read",
-                    ));
-                }
-                None if remember && digests.len() < 4 * REMEMBERED => {
+            let known = reader.digests().lock(|digests| {
+                let known = digests.get(&key).copied();
+                if known.is_none() && remember && digests.len() < 4 * REMEMBERED {
                     digests.insert(key, digest);
                 }
-                _ => {}
+                known
+            });
+            if known.is_some_and(|known| known != digest) {
+                found.add(problem(
+                    Kind::Overwritten,
+                    "differs from what an earlier verification read",
+                ));
             }
         }
     }

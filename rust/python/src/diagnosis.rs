@@ -18,15 +18,9 @@ pub(crate) fn ring_refusal(py: Python<'_>) -> Option<i32> {
     py.detach(refusal)
 }
 
-#[cfg(target_os = "linux")]
 fn refusal() -> Option<i32> {
     let error = engram_core::fetch::uring::probe().err()?;
     Some(error.raw_os_error().unwrap_or(ENOSYS))
-}
-
-#[cfg(not(target_os = "linux"))]
-fn refusal() -> Option<i32> {
-    Some(ENOSYS)
 }
 
 /// "Function not implemented".

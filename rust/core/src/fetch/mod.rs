@@ -5,7 +5,6 @@
 //! reads are never copied anywhere.
 
 pub mod pool;
-#[cfg(target_os = "linux")]
 pub mod uring;
 
 use std::sync::Arc;

@@ -21,16 +21,13 @@
 
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::AsRawFd as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
-
-use io_uring::types::{Fd, SubmitArgs, Timespec};
-use io_uring::{IoUring, Probe, opcode};
 
 use super::{Batch, Cost, Fetch, INTERRUPT_PERIOD, Next, Progress, read_error};
 use crate::buffer::HostBuffer;
 use crate::error::{Error, Result};
+use crate::system::Queue;
 use crate::threads::{self, PerProcess};
 
 /// Reads in flight; random-read rates of flash stop growing about here.
@@ -50,7 +47,7 @@ struct Slot {
 
 /// A ring, its slots, and what is in flight.
 pub struct Ring {
-    uring: IoUring,
+    queue: Queue,
     /// Leaked rather than freed while the kernel may still write to it.
     memory: ManuallyDrop<HostBuffer>,
     slot_bytes: usize,
@@ -58,13 +55,15 @@ pub struct Ring {
     free: Vec<u32>,
     in_flight: usize,
     generation: u32,
+    /// The process that made it; in a forked child its memory is not mapped.
+    process: u32,
 }
 
 impl std::fmt::Debug for Ring {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("Ring")
-            .field("fd", &self.uring.as_raw_fd())
+            .field("fd", &self.queue.raw_fd())
             .field("in_flight", &self.in_flight)
             .finish_non_exhaustive()
     }
@@ -73,32 +72,28 @@ impl std::fmt::Debug for Ring {
 impl Ring {
     /// Makes a ring, or gives the kernel's reason why there can be none.
     pub fn new() -> io::Result<Self> {
-        let uring = IoUring::builder()
-            .dontfork()
-            .setup_coop_taskrun()
-            .setup_taskrun_flag()
-            .build(DEPTH)
-            .or_else(|error| match error.raw_os_error() {
-                // Kernels before 5.19 do not know the flags, which only save interrupts.
-                Some(libc::EINVAL) => IoUring::builder().dontfork().build(DEPTH),
-                _ => Err(error),
-            })?;
-        let mut probe = Probe::new();
-        uring.submitter().register_probe(&mut probe)?;
-        if !probe.is_supported(opcode::Read::CODE) || !uring.params().is_feature_ext_arg() {
-            return Err(io::Error::from_raw_os_error(libc::ENOSYS));
-        }
+        let queue = Queue::new(DEPTH)?;
         let memory =
             HostBuffer::new(1, false).map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM))?;
         Ok(Self {
-            uring,
+            queue,
             memory: ManuallyDrop::new(memory),
             slot_bytes: 0,
             slots: Vec::new(),
             free: Vec::new(),
             in_flight: 0,
             generation: 0,
+            process: std::process::id(),
         })
+    }
+
+    /// Refuses to go on in a child that was forked in the middle of a batch.
+    fn require_own_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            Ok(())
+        } else {
+            Err(Error::forked())
+        }
     }
 
     /// Makes room for reads of up to `bytes` bytes each, aligned to whole pages for direct reads;
@@ -154,32 +149,24 @@ impl Ring {
         let filled = progress.filled;
         let fd = batch.files[read.file as usize].raw_fd(batch.direct);
         let address = self.slot_address(slot).wrapping_add(filled as usize);
-        let entry = opcode::Read::new(Fd(fd), address, read.len - filled)
-            .offset(read.offset + u64::from(filled))
-            .build()
-            .user_data(u64::from(self.generation) << 32 | u64::from(slot));
+        let left = read.len - filled;
+        let offset = read.offset + u64::from(filled);
+        let name = u64::from(self.generation) << 32 | u64::from(slot);
         // SAFETY: the entry writes `read.len - filled` bytes from byte `filled` of a slot at least
         // `read.len` long. The slot's memory belongs to the ring and is neither freed nor given
         // another read until this one's completion is reaped (`in_flight` counts it, `prepare`
         // requires zero, `Drop` leaks otherwise). The descriptor stays open because the caller
         // borrows its file for the batch, and the kernel holds its own reference from submission
         // on; `fetch` does not return while an entry is queued and not submitted (`flush`).
-        let pushed = unsafe { self.uring.submission().push(&entry) };
-        assert!(pushed.is_ok(), "the queue has a place for every slot");
+        let pushed = unsafe { self.queue.push(fd, address, left, offset, name) };
+        assert!(pushed, "the queue has a place for every slot");
         self.in_flight += 1;
     }
 
     /// Enters the kernel, waiting for `want` completions, the interrupt period at most.
     fn enter(&self, want: usize) -> Result<()> {
-        let period = Timespec::from(INTERRUPT_PERIOD);
-        let arguments = SubmitArgs::new().timespec(&period);
-        let entered = if want == 0 {
-            self.uring.submit()
-        } else {
-            self.uring.submitter().submit_with_args(want, &arguments)
-        };
-        match entered {
-            Ok(_) => Ok(()),
+        match self.queue.enter(want, INTERRUPT_PERIOD) {
+            Ok(()) => Ok(()),
             Err(error) => match error.raw_os_error() {
                 // Nothing is lost: entries not taken stay queued for the next call.
                 Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
@@ -195,16 +182,13 @@ impl Ring {
     /// The next completion of this batch: slot and result.
     fn reap(&mut self) -> Option<(u32, i32)> {
         loop {
-            let completion = self.uring.completion().next()?;
+            let (name, result) = self.queue.next()?;
             self.in_flight -= 1;
-            let [slot, generation] = {
-                let data = completion.user_data();
-                [data & u64::from(u32::MAX), data >> 32]
-                    .map(|half| u32::try_from(half).unwrap_or(0))
-            };
+            let [slot, generation] = [name & u64::from(u32::MAX), name >> 32]
+                .map(|half| u32::try_from(half).unwrap_or(0));
             // A completion of an abandoned batch frees nothing and delivers nothing.
             if generation == self.generation {
-                return Some((slot, completion.result()));
+                return Some((slot, result));
             }
         }
     }
@@ -213,7 +197,7 @@ impl Ring {
     /// descriptors by number, so this must happen while the batch still holds its files open.
     fn flush(&mut self) -> bool {
         for _ in 0..100 {
-            if self.uring.submission().is_empty() {
+            if self.queue.is_submitted() {
                 return true;
             }
             if self.enter(0).is_err() {
@@ -278,6 +262,8 @@ impl Ring {
             }
             if !arrived {
                 busy = busy && idle();
+                // Interrupts are looked for in there.
+                self.require_own_process()?;
             }
             if left > 0 {
                 batch.check(&mut checked, left)?;
@@ -417,6 +403,11 @@ impl Fetch for Uring {
             })?,
         };
         let outcome = ring.drive(batch, done, idle, self.depth);
+        if let Err(error) = ring.require_own_process() {
+            // Nothing of it may be touched here, and its destructor would unmap what is not there.
+            std::mem::forget(ring);
+            return Err(error);
+        }
         if ring.in_flight == 0 {
             keep(ring);
         } else if ring.flush() {

@@ -17,8 +17,11 @@ use crate::plan::{Coalesce, Plan, Read, Want};
 use crate::reader::Reader;
 use crate::threads;
 
-/// Missing rows sampled before the kernel is asked about all of them.
-const SAMPLE: usize = 32;
+/// Missing rows sampled before the kernel is asked about all of them: one in [`SPARSE`], within these
+/// bounds. Asking about each of 16 cold rows would take a twentieth of the time of reading them.
+const FEWEST_SAMPLED: usize = 4;
+const MOST_SAMPLED: usize = 32;
+const SPARSE: usize = 4;
 
 /// Asking about every page pays when at least one in this many sampled rows is resident: a probe
 /// costs a twentieth of a read, and spares one when the answer is yes.
@@ -36,6 +39,8 @@ pub(super) struct Way {
     advised: bool,
     engine: Engine,
     alignment: Option<u64>,
+    /// Many rows in the order of the file: what lies between two is read too.
+    in_order: bool,
 }
 
 impl Way {
@@ -44,7 +49,8 @@ impl Way {
         Self {
             advised: lane.advised,
             engine: mode.engine,
-            alignment: mode.direct,
+            alignment: lane.direct,
+            in_order: lane.keeper.is_some_and(|keeper| keeper.in_order()),
         }
     }
 
@@ -57,8 +63,14 @@ impl Way {
     }
 
     pub(super) fn coalesce(self) -> Coalesce {
-        self.alignment
-            .map_or_else(Coalesce::page_cache, Coalesce::direct)
+        let coalesce = self
+            .alignment
+            .map_or_else(Coalesce::page_cache, Coalesce::direct);
+        if self.in_order {
+            coalesce.in_order()
+        } else {
+            coalesce
+        }
     }
 }
 
@@ -156,9 +168,10 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
         lane.reader.files()[span.file].may_query()
             && is_resident(lane, span.file, span.offset, states)
     };
-    if candidates.len() > SAMPLE {
+    let sampled = (candidates.len() / SPARSE).clamp(FEWEST_SAMPLED, MOST_SAMPLED);
+    if candidates.len() > sampled {
         let mut states = Vec::new();
-        let step = candidates.len() / SAMPLE;
+        let step = candidates.len() / sampled;
         let hits = candidates
             .iter()
             .step_by(step)
@@ -203,7 +216,6 @@ pub(super) fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
 }
 
 /// The engine that reads for `reader`; threads where a ring, once possible, is refused now.
-#[cfg(target_os = "linux")]
 pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
     use crate::fetch::uring::{self, Uring};
     if reader.mode().engine == Engine::Pool {
@@ -223,12 +235,6 @@ pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
             place: Box::default(),
         }),
     }
-}
-
-/// As on Linux, where there are rings.
-#[cfg(not(target_os = "linux"))]
-pub(super) fn engine(_reader: &Reader) -> Result<Box<dyn Fetch>> {
-    Ok(Box::new(Pool))
 }
 
 /// One round of reads.
@@ -364,9 +370,11 @@ impl Round<'_> {
         for copy in self.plan.copies_of(read) {
             let within = copy.within as usize;
             let row = &bytes[within..within + copy.len as usize];
-            self.lanes[copy.lane as usize]
-                .sink
-                .write(copy.position as usize, row);
+            let lane = &self.lanes[copy.lane as usize];
+            lane.sink.write(copy.position as usize, row);
+            if let Some(keeper) = lane.keeper {
+                keeper.arrived(copy.position, row);
+            }
         }
         let file = &self.files[read.file as usize];
         if self.way.alignment.is_none() && file.map().is_ok() {

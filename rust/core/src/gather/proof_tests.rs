@@ -120,7 +120,8 @@ fn threads_gathering_from_a_file_that_is_cut_see_right_rows_or_errors() {
                             Ok((out, _)) => {
                                 for (plane, bytes) in [160, 8].into_iter().enumerate() {
                                     for (&id, row) in ids.iter().zip(out[plane].chunks(bytes)) {
-                                        assert_eq!(row, naive[plane][usize::try_from(id).unwrap()]);
+                                        let wanted = &naive[plane][usize::try_from(id).unwrap()];
+                                        assert_eq!(row, wanted, "{io:?}, row {id}");
                                     }
                                 }
                                 served.fetch_add(1, Ordering::Relaxed);

@@ -1,0 +1,101 @@
+"""The code of README and documentation runs as written, and what they name exists."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import engram
+from documents import ROOT, blocks, documents, name_of, prepare, run
+
+DOCS = ROOT / "docs"
+PAGES = [path for path in documents() if blocks(path)]
+
+needs_sources = pytest.mark.skipif(not DOCS.exists(), reason="not a checkout of the project")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Variables for shell blocks, in which `engram` and `python` are those that run the tests."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    python = shlex.quote(sys.executable)
+    for name, start in (("engram", f"{python} -m engram"), ("python", python)):
+        (tools / name).write_text(f'#!/bin/sh\nexec {start} "$@"\n')
+        (tools / name).chmod(0o755)
+    source = str(Path(engram.__file__).parents[1])
+    return {
+        **os.environ,
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": source,
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+
+
+@needs_sources
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch, environment):
+    pytest.importorskip("torch")
+    pytest.importorskip("typer")
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    prepare(folder)
+    monkeypatch.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()):
+        left_out = run(page, environment)
+    # What is left out is listed with its reason by the test below.
+    assert len(left_out) < len(blocks(page)) or all(block.title for block in left_out)
+
+
+LEFT_OUT = [block for page in PAGES for block in blocks(page) if block.title.startswith("needs ")]
+
+
+@needs_sources
+@pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: block.name)
+def test_code_that_is_left_out_says_what_it_needs(block):
+    assert len(block.title) > len("needs a")
+    if block.language == "python":
+        compile(block.text, block.name, "exec")
+    if block.missing:
+        pytest.skip(block.missing)
+
+
+@needs_sources
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    parts = {name_of(path).removeprefix("docs/") for path in (DOCS / "figures").glob("*.md")}
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert pages - parts == listed
+
+
+@needs_sources
+def test_every_public_name_is_in_the_reference():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    described = set(re.findall(r"^::: engram\.(\w+)$", text, re.MULTILINE))
+    assert described >= set(engram.__all__) - {"__version__"}
+
+
+@needs_sources
+def test_links_between_pages_lead_somewhere():
+    # mkdocs looks at those of the documentation; the README is read elsewhere.
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+@needs_sources
+def test_make_targets_that_are_named_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+    for path in [*documents(), ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md"]:
+        text = path.read_text(encoding="utf-8")
+        named = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
+        assert named <= targets, path
