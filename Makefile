@@ -103,6 +103,7 @@ sdist: $(VENV)/.tools ## Build the source archive into dist/, crates included, a
 .PHONY: docs
 docs: $(PLAIN) $(VENV)/.docs ## Build the documentation into site/; warnings are errors.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python .ci/check_reference.py site
 
 .PHONY: figures
 figures: $(BENCH) $(BENCH_NEEDS) ## Measure the figures of the documentation; FIGURES_ARGS="warm -- --quick".
