@@ -23,6 +23,8 @@ PYTEST_ARGS ?=
 SOAK_ARGS ?=
 FIGURES_ARGS ?=
 MANYLINUX ?= manylinux2014
+FUZZ_TARGETS ?= header index plan ids
+FUZZ_SECONDS ?= 60
 
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml \
 	$(shell find rust -name '*.rs' -o -name 'Cargo.toml')
@@ -54,6 +56,20 @@ test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every te
 .PHONY: soak
 soak: $(PLAIN) $(DEV) ## Ten minutes of crowds and faults at random; SOAK_ARGS="--seconds 60 --seed 7".
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+# RUSTC_BOOTSTRAP lets the stable toolchain take the flags that sanitizers need.
+.PHONY: fuzz
+fuzz: ## Fuzz header, index, plan and ids with AddressSanitizer; FUZZ_SECONDS=60 is for each.
+	export PATH="$(CURDIR)/target/tools/bin:$$PATH"; \
+	cargo fuzz --version >/dev/null 2>&1 \
+		|| cargo install --locked --root target/tools cargo-fuzz; \
+	for name in $(FUZZ_TARGETS); do \
+		echo "== $$name"; \
+		mkdir -p fuzz/found/$$name; \
+		RUSTC_BOOTSTRAP=1 cargo fuzz run --fuzz-dir fuzz --target-dir target/fuzz $$name \
+			fuzz/found/$$name fuzz/corpus/$$name -- -dict=fuzz/json.dict \
+			-max_total_time=$(FUZZ_SECONDS) -max_len=8192 -rss_limit_mb=2048; \
+	done
 
 .PHONY: lint lint-rust lint-python lint-types
 lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings being errors (-k: all of them).

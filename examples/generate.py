@@ -4,9 +4,10 @@
     python examples/generate.py tiny/ "Once upon a time"
 
 Runs the model with rows from files, then (unless --only-engram) the plain model with its tables in
-memory, each in a process of its own; compares the texts and prints both peaks of memory. Works with
-every Qwen4-Exp checkpoint that transformers loads; the weights of `engram synth --model` are
-random, and so is their text.
+memory, each in a process of its own; compares the texts and prints both peaks of memory.
+`--engram-config '{"cpu_offload": true}'` puts the tables elsewhere. Works with every Qwen4-Exp
+checkpoint that transformers loads; the weights of `engram synth --model` are random, and so is
+their text.
 """
 
 import argparse
@@ -24,7 +25,9 @@ def peak_bytes() -> int:
     raise RuntimeError("the kernel does not say VmHWM")
 
 
-def run(path: str, prompt: str, tokens: int, *, plain: bool) -> dict[str, object]:
+def run(
+    path: str, prompt: str, tokens: int, *, plain: bool, config: str | None
+) -> dict[str, object]:
     """Loads the model one way, lets it write, and says what that took."""
     import torch
     import transformers
@@ -37,7 +40,7 @@ def run(path: str, prompt: str, tokens: int, *, plain: bool) -> dict[str, object
     if plain:
         model = transformers.AutoModelForImageTextToText.from_pretrained(path)
     else:
-        model = from_pretrained(path)
+        model = from_pretrained(path, engram_config=config)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
         out = model.generate(
@@ -55,6 +58,8 @@ def child(arguments: argparse.Namespace, how: str) -> dict[str, object]:
     """One way of running, in a new process: memory that was used once counts for ever."""
     command = [sys.executable, __file__, arguments.path, arguments.prompt, "--run", how]
     command += ["--tokens", str(arguments.tokens)]
+    if arguments.engram_config is not None:
+        command += ["--engram-config", arguments.engram_config]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -65,12 +70,14 @@ def main() -> int:
     parser.add_argument("path", help="checkpoint directory")
     parser.add_argument("prompt", nargs="?", default="Once upon a time")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to generate")
+    parser.add_argument("--engram-config", help="where tables live, as JSON; files if left away")
     parser.add_argument("--only-engram", action="store_true", help="leave the plain model out")
     parser.add_argument("--run", choices=["engram", "plain"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run is not None:
         plain = arguments.run == "plain"
-        print(json.dumps(run(arguments.path, arguments.prompt, arguments.tokens, plain=plain)))
+        given = (arguments.path, arguments.prompt, arguments.tokens)
+        print(json.dumps(run(*given, plain=plain, config=arguments.engram_config)))
         return 0
     ways = ["engram"] if arguments.only_engram else ["engram", "plain"]
     found = {way: child(arguments, way) for way in ways}

@@ -140,6 +140,9 @@ class LateCopier:
     def read(self):
         self.log.append(("read",))
 
+    def reread(self):
+        self.log.append(("reread",))
+
     def join(self):
         self.log.append(("join",))
         self.flush()

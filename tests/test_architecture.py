@@ -21,29 +21,31 @@ CORE_ORDER = [
     "error", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "threads", "crew", "system", "buffer", "fault", "map", "residency", "filesystem", "file",
+    "process", "threads", "crew", "system", "buffer", "fault", "map", "residency", "filesystem",
+    "file",
     "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
     "views", "load",
     "reread", "gather", "verify", "warm", "hosted",
     "schedule", "ticket",
     "hash", "step",
-    "bench",
+    "probe", "bench",
 ]
 """The core's modules as a row meets them. A module imports only modules that stand before it."""
 
 BINDING_ORDER = [
     "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
-    "hash", "gather", "ticket", "step", "hosted", "views", "bench",
+    "hash", "news", "gather", "ticket", "step", "hosted", "views", "diagnosis", "bench",
 ]
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
     "_engram", "_errors", "_notices", "_dtypes", "_arguments",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
-    "gather", "table_set", "views",
+    "gather", "table_set", "views", "metrics",
     "quant", "hashing",
     "model_config", "config", "collective", "parallel", "exchange", "storage",
-    "lookahead", "copier", "stagetables", "staging", "embedding", "integrations",
+    "lookahead", "copier", "stagetables", "slots", "graphwait", "latewatch", "late", "staging",
+    "embedding", "integrations",
     "synth",
     "cli", "__main__",
 ]
@@ -54,6 +56,7 @@ UNSAFE = {
     "core/buffer.rs",
     "core/crew.rs",
     "core/fault.rs",
+    "core/fault/handlers.rs",
     "core/fetch/uring.rs",
     "core/map.rs",
     "core/system/linux.rs",

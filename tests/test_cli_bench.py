@@ -43,15 +43,22 @@ def pieces(tmp_path_factory):
     return synth.write(directory, "qwen", rows=20_000, parts=7, files=3)
 
 
-def test_bench_measures_every_state(one_array, tmp_path):
-    result = run(one_array.directory, *QUICK, "--json", tmp_path / "b.json")
+def test_bench_prints_what_it_measures(one_array):
+    result = run(one_array.directory, *QUICK)
     assert result.exit_code == 0, result.stderr + result.stdout
     for words in ("processor", "kernel", "file system", "np.take", "4 rows", "300 rows"):
         assert words in result.stdout
     assert "is dropped again and again; --warm-only leaves it alone" in result.stdout
     checked = next(line for line in result.stdout.splitlines() if line.startswith("checked"))
     assert checked.endswith("gathered rows, 0 wrong")
-    document = json.loads((tmp_path / "b.json").read_text())
+
+
+def test_bench_measures_every_state(one_array, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run(one_array.directory, *QUICK, "--json", "--plot", tmp_path / "b.png")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads(result.stdout)
     assert document["version"] == measured.JSON_VERSION
     assert document["table"] == one_array.tables[0].name
     seen = {(entry["state"], entry["rows"]) for entry in document["measurements"]}
@@ -125,7 +132,7 @@ def test_bench_says_what_a_plot_needs_before_it_measures(one_array, tmp_path, mo
     [
         (["--rows", "many"], "--rows must be numbers such as"),
         (["--rows", "0,5"], "--rows must be numbers such as"),
-        (["--json", "/nonexistent/b.json"], "/nonexistent is no directory"),
+        (["--plot", "/nonexistent/b.png"], "/nonexistent is no directory"),
         (["--table", "nothing"], "nothing"),
     ],
 )

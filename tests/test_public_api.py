@@ -76,7 +76,8 @@ def public_api() -> str:
         value = getattr(engram, name)
         if inspect.isclass(value):
             bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
-            callable_as = "" if issubclass(value, Exception | tuple) else parameters(value)
+            opaque = issubclass(value, Exception | tuple) and not hasattr(value, "_fields")
+            callable_as = "" if opaque else parameters(value)
             lines.append(f"{name}{callable_as}" + (f" is {bases}" if bases else ""))
             lines += [f"{name}{line}" for line in members(value)]
         elif callable(value):

@@ -274,5 +274,5 @@ def test_threads_take_turns(qwen):
 
 def test_late_copier_is_a_copier():
     copier = LateCopier()
-    for name in ("name", "host", "capturing", "upload", "download", "read", "join"):
+    for name in ("name", "host", "capturing", "upload", "download", "read", "reread", "join"):
         assert hasattr(copier, name)

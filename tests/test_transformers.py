@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,70 +14,29 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "Qwen4ExpConfig"):
     pytest.skip("this transformers has no Qwen4-Exp", allow_module_level=True)
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-
 import engram  # noqa: E402
-from engram import synth  # noqa: E402
 from engram.integrations.transformers import attach, from_pretrained  # noqa: E402
-
-SCALE = 0.000199
-SHARD = ".ngram_embedding.shard_"
-
-
-def rewritten(source, target, change):
-    """A copy of a checkpoint with `change` applied to every file's tensors."""
-    shutil.copytree(source, target)
-    index_path = target / "model.safetensors.index.json"
-    index = json.loads(index_path.read_text())
-    for path in sorted(target.glob("*.safetensors")):
-        tensors = change(load_file(path))
-        save_file(tensors, path, metadata={"format": "pt"})
-        index["weight_map"].update(dict.fromkeys(tensors, path.name))
-    index_path.write_text(json.dumps(index))
-    return target
-
-
-def as_fp8(tensors):
-    """Tables in FP8 with one scale per table, beside the first piece."""
-    found = {}
-    for name, tensor in tensors.items():
-        if SHARD in name:
-            # Scaled so that the values use all of FP8's range.
-            tensor = (tensor.float() / SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
-            if f"{SHARD}0." in name:
-                scale = name.split(SHARD)[0] + ".ngram_embedding.weight_scale"
-                found[scale] = torch.tensor([SCALE], dtype=torch.bfloat16)
-        found[name] = tensor
-    return found
-
-
-def dequantised(tensors):
-    """The same tables in BF16, as one rounding of code times scale."""
-    scale = torch.tensor(SCALE, dtype=torch.bfloat16).float()
-    return {
-        name: (tensor.float() * scale).to(torch.bfloat16) if SHARD in name else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(".weight_scale")
-    }
+from model_support import (  # noqa: E402
+    END,
+    PROMPTS,
+    SHARD,
+    left_padded,
+    make_directories,
+    rewritten,
+    single_thread,
+    tables_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    # Threads that spin for each other cost seconds per call where cores are shared.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with single_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    bf16 = synth.write_model(folder / "bf16")
-    fp8 = rewritten(bf16, folder / "fp8", as_fp8)
-    return {"bf16": (bf16, bf16), "fp8": (fp8, rewritten(fp8, folder / "plain", dequantised))}
+    return make_directories(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp8"])
@@ -87,25 +45,6 @@ def models(request, directories):
     served, plain = directories[request.param]
     reference = transformers.AutoModelForImageTextToText.from_pretrained(plain)
     return from_pretrained(served), reference
-
-
-def tables_of(model):
-    return [layer.ple.ple_embedding for layer in model.model.language_model.layers if layer.ple]
-
-
-def text(*lines):
-    return [list(line.encode()) for line in lines]
-
-
-def left_padded(rows, pad):
-    length = max(map(len, rows))
-    ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-PROMPTS = text("Once upon a time", "a", "The table needs sixteen tiny rows per token. ", "xy")
-END = 256
 
 
 @torch.no_grad()
@@ -243,8 +182,6 @@ def test_dummy_loading_serves_zeros_without_a_table(directories, tmp_path):
 
 def test_what_cannot_be_served_is_refused(directories, tmp_path):
     path, _ = directories["bf16"]
-    with pytest.raises(ValueError, match="disk_offload=True"):
-        from_pretrained(path, engram_config=engram.EngramConfig())
     with pytest.raises(ValueError, match="load_format"):
         from_pretrained(path, load_format="other")
     with pytest.raises(FileNotFoundError, match="no such checkpoint directory"):

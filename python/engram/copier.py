@@ -69,6 +69,10 @@ class Copier(Protocol):
         """Notes that what the caller has enqueued so far was the last to read the targets."""
         ...
 
+    def reread(self) -> None:
+        """Takes `read` back: what the caller has enqueued since uses the targets again."""
+        ...
+
     def join(self) -> None:
         """Makes the caller's current stream wait for the copies under way."""
         ...
@@ -117,6 +121,9 @@ class HostCopier:
 
     def read(self) -> None:
         """Nothing to note: reads happen in the order they are written in."""
+
+    def reread(self) -> None:
+        """Nothing to take back."""
 
     def join(self) -> None:
         """Nothing is under way."""
@@ -210,6 +217,10 @@ class CudaCopier:
         """Records an event on the current stream."""
         self._read.event.record(torch.cuda.current_stream(self._device))
         self._was_read = True
+
+    def reread(self) -> None:
+        """The next upload waits for all work of the current stream again."""
+        self._was_read = False
 
     def join(self) -> None:
         """Makes the current stream wait for the last upload."""

@@ -14,6 +14,7 @@ from torch import nn
 from engram._errors import placed
 from engram.quant import Dequantizer, EncodedTable
 from engram.rows import Rows
+from engram.storage.base import Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ def _eager(function: _Function) -> _Function:
 
 
 class RowStorage(EncodedTable, Protocol):
-    """Wherever a table lives; `engram.FileGather` is one."""
+    """Wherever a table lives: a `FileGather`, or what `open_storage` returns."""
 
     @property
     def num_rows(self) -> int:
@@ -68,7 +69,7 @@ class NgramEmbedding(nn.Module):
 
     Args:
         hasher: The hash of the table, from `engram.hasher`.
-        storage: Where the table lives, such as a `FileGather`.
+        storage: Where the table lives: a `FileGather`, or what `open_storage` returns.
         dtype: Of the embeddings: bfloat16, float16 or float32. It is the module's own, and does not
             follow casts of the model.
         layer_idx: Zero-based decoder layer, by which the model's cache knows this module's context.
@@ -95,6 +96,7 @@ class NgramEmbedding(nn.Module):
         self.layer_idx = hasher.layer if layer_idx is None else layer_idx
         self.context_len = hasher.context_len
         self._storage: RowStorage | None = None
+        self._on_device = False
         self._stage: tuple[Stage, str | int] | None = None
         self._dequantizer: Dequantizer | None = None
         self._columns = 0
@@ -120,6 +122,8 @@ class NgramEmbedding(nn.Module):
             )
         self._set_values(storage)
         self._storage = storage
+        # Whatever is in files comes from the host: ids on the device would have to come back.
+        self._on_device = isinstance(storage, Storage) and storage.placement != "file"
         self._bound = repr(storage)
 
     def bind_stage(self, stage: Stage, table: str | int = 0) -> None:
@@ -194,6 +198,8 @@ class NgramEmbedding(nn.Module):
             shape = (*input_ids.shape, self.hasher.heads * self._columns)
             return torch.zeros(shape, dtype=self.dtype, device=input_ids.device)
         ids = self.hasher.ids(input_ids.cpu(), context=context.cpu().numpy())
+        if self._on_device:
+            ids = ids.to(input_ids.device)
         rows = self._storage.gather(ids, pad_id=self.hasher.dead_id)
         return self._values(_on(rows, input_ids.device)).flatten(-2)
 

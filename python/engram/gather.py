@@ -14,7 +14,7 @@ from engram import _engram
 from engram._arguments import optional_number, out_of_range, path_text, table_argument, whole_number
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
-from engram._notices import notify
+from engram._notices import failed, opened
 from engram._targets import PlaneTargets, allocate, targets
 from engram._views import expectation, open_views
 from engram.table import Planes, TableInfo
@@ -149,8 +149,7 @@ class FileGather:
 
     def _describe(self, description: dict[str, Any]) -> None:
         self._info = TableInfo.from_native(description)
-        for fallback in self._native.fallbacks():
-            notify(fallback)
+        opened(self._info, self._path, self._native)
 
     def gather(
         self,
@@ -203,6 +202,7 @@ class FileGather:
             raise out_of_range(self._info.name, pad_id, timeout) from None
         except Exception as error:
             complete(error, table=self._info.name)
+            failed(error)
             raise
         return rows
 
@@ -330,8 +330,9 @@ class FileGather:
             Exception: As on opening.
         """
         path = self._path if path is None else path_text(path)
-        self._describe(self._native.reopen(path))
+        description = self._native.reopen(path)
         self._path = path
+        self._describe(description)
 
     def close(self) -> None:
         """Closes the files once running calls and tickets have ended; later calls raise ValueError.

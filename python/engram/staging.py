@@ -21,28 +21,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engram import _engram
 from engram._arrays import is_torch
-from engram._dtypes import torch_dtype
 from engram._errors import placed
 from engram.copier import copier_for, wait_for
+from engram.graphwait import waits_for
+from engram.late import LateStep
 from engram.lookahead import Lookahead
-from engram.rows import Rows
-from engram.stagetables import StageTable, stage_tables
+from engram.slots import FixedBuffer, Slot
+from engram.stagetables import stage_tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from engram.copier import Copier, Fence
+    from engram.copier import Copier
     from engram.gather import FileGather
+    from engram.graphwait import GraphWaits
     from engram.hashing.base import NgramHash
     from engram.table_set import TableSet
 
 __all__ = ["Stage"]
-
-_KEPT_SIZES = 64
-"""Step sizes whose views are kept; servers capture graphs for a few dozen."""
 
 
 class Stage:
@@ -92,14 +90,17 @@ class Stage:
         self._copier = copier_for(self._device) if copier is None else copier
         self._pin = pin
         self._lock = threading.Lock()
-        self._buffers = [_Buffer(table, max_tokens, self._device) for table in self._tables]
+        self._buffers = [FixedBuffer(table, max_tokens, self._device) for table in self._tables]
         self._slots = [
-            _Slot(place, self._tables, self._buffers, self._copier, max_tokens, pin=pin)
+            Slot(place, self._tables, self._buffers, self._copier, max_tokens, pin=pin)
             for place in range(slots)
         ]
         self._turn = 0
         self._step = -1
         self._tokens = 0
+        self._reach = 0
+        """Rows behind this many tokens are zeros on the device."""
+        self._late: list[LateStep] = []
         self._inbox = _Inbox(self._copier, self._device, pin=pin)
         self._lookahead = Lookahead(self._tables, slots)
         self._counts = {"steps": 0, "failed": 0, "prefetch_hits": 0, "prefetch_misses": 0}
@@ -150,7 +151,7 @@ class Stage:
                 slot.wait(self._patience)
                 filled = True
                 count = self._fill(slot, number, arguments)
-                slot.upload(count, self._tokens)
+                slot.upload(count, self._reach)
             except BaseException:
                 self._counts["failed"] += 1
                 self._discard(slot, filled=filled)
@@ -159,7 +160,7 @@ class Stage:
                 self._step = number
                 self._lookahead.forget(before=number + 1)
             self._turn = (self._turn + 1) % len(self._slots)
-            self._tokens = count
+            self._tokens = self._reach = count
             self._counts["steps"] += 1
             return count
 
@@ -200,6 +201,33 @@ class Stage:
             self._lookahead.start(number, arguments, self._max_tokens, deadline)
             return True
 
+    def late(self, tokens: int | None = None, *, driver: GraphWaits | None = None) -> LateStep:
+        """For a graph that is launched before its rows are there, and waits for them on the device.
+
+        One for each captured graph. `LateStep.waits` says whether the device can: that takes a CUDA
+        driver of 12.0 or later and the package `cuda-bindings`. Where it cannot, the graph is
+        launched as soon as the rows are there, by the same calls.
+
+        Args:
+            tokens: Tokens that the graph has room for; None for `max_tokens`. Rows behind them in
+                the fixed buffers are left as they are.
+            driver: Replaces how graphs wait; for tests.
+
+        Raises:
+            RuntimeError: The current stream is being captured into a graph.
+            TypeError: `tokens` is no integer.
+            ValueError: `tokens` is less than 1 or more than `max_tokens`; or closed.
+        """
+        tokens = self._max_tokens if tokens is None else tokens
+        _require_at_least("tokens", tokens, 1)
+        if tokens > self._max_tokens:
+            raise placed(ValueError(f"tokens is {tokens}; at most {self._max_tokens} (max_tokens)"))
+        with self._lock:
+            self._require_usable("late")
+            made = LateStep(self, tokens, waits_for(self._device) if driver is None else driver)
+            self._late.append(made)
+        return made
+
     def rows(self, table: str | int = 0) -> Any:
         """The fixed buffer of a table: what a forward, captured or not, reads.
 
@@ -234,7 +262,8 @@ class Stage:
             "copier": self._copier.name,
             "pinned": all(slot.memory.is_pinned for slot in self._slots),
             "slots": len(self._slots),
-            "host_bytes": sum(slot.memory.nbytes for slot in self._slots),
+            "host_bytes": sum(slot.memory.nbytes for slot in self._slots)
+            + sum(late.host_bytes for late in self._late),
             "device_bytes": sum(buffer.nbytes for buffer in self._buffers),
         }
 
@@ -262,9 +291,14 @@ class Stage:
         return self._tables[self._place(table)].hasher
 
     def close(self) -> None:
-        """Drops prefetches and waits for copies under way; later calls raise ValueError."""
+        """Drops prefetches and waits for copies under way; later calls raise ValueError.
+
+        Graphs that wait for rows go on, on rows of zeros, and are not to be replayed again.
+        """
         with self._lock:
             self._closed = True
+            for late in self._late:
+                late.close()
             self._lookahead.forget()
             for slot in self._slots:
                 slot.wait(self._patience)
@@ -304,13 +338,31 @@ class Stage:
                 "host, which a replay does not repeat. Capture only the forward, which reads "
                 "stage.rows(...), and call prepare before every replay"
             )
+        # A gather ahead asks nothing of the device.
+        if what != "prefetch" and any(late.waits and late.pending for late in self._late):
+            raise RuntimeError(
+                f"Stage.{what} was called while a graph waits for its rows: call LateStep.fill or "
+                "LateStep.finish first"
+            )
         for buffer in self._buffers:
             buffer.require_in_place()
+
+    def _launched_late(self, tokens: int) -> None:
+        """A graph was launched that fetches the rows of `tokens` tokens."""
+        self._copier.reread()
+        with self._lock:
+            self._reach = max(self._reach, tokens)
+
+    def _filled_late(self, count: int, *, failed: bool) -> None:
+        with self._lock:
+            self._tokens = count
+            self._step += 1
+            self._counts["failed" if failed else "steps"] += 1
 
     def _on_host(self, tokens: Any, starts: Any, context: Any) -> tuple[Any, Any, Any]:
         return self._tables[0].hasher._step(tokens, starts, context)
 
-    def _fill(self, slot: _Slot, number: int, arguments: tuple[Any, Any, Any]) -> int:
+    def _fill(self, slot: Slot, number: int, arguments: tuple[Any, Any, Any]) -> int:
         """Rows of a step into a slot, from its prefetch where that is for the same ids."""
         if number in self._lookahead:
             count = self._lookahead.take(number, arguments, slot.planes, self._patience)
@@ -319,128 +371,12 @@ class Stage:
                 return count
         return slot.native.run(*arguments)
 
-    def _discard(self, slot: _Slot, *, filled: bool) -> None:
+    def _discard(self, slot: Slot, *, filled: bool) -> None:
         """Leaves zeros where a failed step's rows, or the step before's, would be taken for it."""
-        before, self._tokens = self._tokens, 0
+        before, self._tokens, self._reach = self._reach, 0, 0
         if filled:
             slot.clear()
         slot.upload(0, max(before, self._max_tokens if filled else 0))
-
-
-class _Buffer:
-    """The fixed device memory of one table."""
-
-    def __init__(self, table: StageTable, max_tokens: int, device: torch.device) -> None:
-        heads = table.hasher.heads
-        self.planes = {
-            plane.name: torch.zeros(
-                (max_tokens, heads, *plane.row_shape),
-                dtype=torch_dtype(plane.stored_dtype),
-                device=device,
-            )
-            for plane in table.gather.planes
-        }
-        self.rows: Any = (
-            Rows(**self.planes) if len(self.planes) > 1 else next(iter(self.planes.values()))
-        )
-        self.bytes = {
-            name: plane.view(torch.uint8).reshape(max_tokens, -1)
-            for name, plane in self.planes.items()
-        }
-        self.nbytes = sum(plane.numel() for plane in self.bytes.values())
-        self._addresses = {name: plane.data_ptr() for name, plane in self.planes.items()}
-
-    def require_in_place(self) -> None:
-        """Refuses to copy into memory that the forward no longer reads."""
-        for name, plane in self.planes.items():
-            if plane.data_ptr() != self._addresses[name]:
-                raise RuntimeError(
-                    f"the memory of a stage's fixed buffer (plane {name!r}) was replaced: captured "
-                    "graphs read the old address. Keep what Stage.rows returns as it is"
-                )
-
-
-class _Slot:
-    """Host memory for one step of every table, and the fence of its last copy."""
-
-    def __init__(
-        self,
-        place: int,
-        tables: Sequence[StageTable],
-        buffers: Sequence[_Buffer],
-        copier: Copier,
-        max_tokens: int,
-        *,
-        pin: bool | None,
-    ) -> None:
-        self._place = place
-        self._copier = copier
-        self._fence: Fence | None = None
-        offsets: list[list[int]] = []
-        end = 0
-        for table in tables:
-            base = -(-end // 64) * 64
-            rows = max_tokens * table.hasher.heads
-            offsets.append([base + plane.offset(rows) for plane in table.gather.planes])
-            end = base + table.gather.planes.nbytes(rows)
-        self.memory = copier.host(end, pin=pin)
-        whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.planes: list[list[Any]] = []
-        """Per table and plane, its bytes `[max_tokens, heads * row_bytes]` as a numpy array."""
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        requests: list[Any] = []
-        for table, buffer, begins in zip(tables, buffers, offsets, strict=True):
-            targets: list[Any] = []
-            self.planes.append([])
-            for plane, begin in zip(table.gather.planes, begins, strict=True):
-                width = table.hasher.heads * plane.row_bytes
-                view = whole[begin : begin + max_tokens * width].view(max_tokens, width)
-                self._pairs.append((buffer.bytes[plane.name], view))
-                self.planes[-1].append(view.numpy())
-                targets.append((self.memory, begin, plane.row_bytes))
-            pad_id = table.hasher.dead_id
-            requests.append((table.hasher._native, table.gather._native, targets, pad_id))
-        self.native = _engram.StepGather(requests, max_tokens)
-        self._whole = whole
-        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._zeros: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def wait(self, seconds: float) -> None:
-        """Waits until the slot may be written to."""
-        if self._fence is not None:
-            wait_for(self._fence, seconds, f"the copy from slot {self._place}")
-            self._fence = None
-
-    def upload(self, count: int, before: int) -> None:
-        """Copies the first `count` tokens' rows; zeros behind them as far as rows went before."""
-        if count == 0 and before == 0:
-            return
-        self._fence = self._copier.upload(
-            self._copies_of(count), self._zeros_of(count, before), self._place
-        )
-
-    def clear(self) -> None:
-        """Zeros, after a step that failed."""
-        self._whole.zero_()
-
-    def _copies_of(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        kept = self._copies.get(count)
-        if kept is None:
-            if len(self._copies) >= _KEPT_SIZES:
-                self._copies.clear()
-            kept = [(to[:count], source[:count]) for to, source in self._pairs] if count else []
-            self._copies[count] = kept
-        return kept
-
-    def _zeros_of(self, begin: int, end: int) -> list[torch.Tensor]:
-        if begin >= end:
-            return []
-        kept = self._zeros.get((begin, end))
-        if kept is None:
-            if len(self._zeros) >= _KEPT_SIZES:
-                self._zeros.clear()
-            kept = self._zeros[begin, end] = [to[begin:end] for to, _ in self._pairs]
-        return kept
 
 
 class _Inbox:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 from engram import _engram
 from engram._arguments import path_text
@@ -19,8 +19,8 @@ PLANE_ALIGNMENT = 64
 """Planes that share one `HostBuffer` start at multiples of this many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PieceInfo:
+# A tuple and no dataclass: a table may have hundreds, and every opening makes them all.
+class PieceInfo(NamedTuple):
     """Consecutive rows of one plane inside one file.
 
     Attributes:
@@ -149,10 +149,7 @@ class TableInfo:
                     dtype=dtype,
                     row_shape=(plane["row_bytes"] // dtype.itemsize,),
                     row_bytes=plane["row_bytes"],
-                    pieces=tuple(
-                        PieceInfo(tensor, files[file], offset, first_row, rows)
-                        for tensor, file, offset, first_row, rows in plane["pieces"]
-                    ),
+                    pieces=tuple(map(PieceInfo._make, plane["pieces"])),
                     before=tuple(earlier.row_bytes for earlier in planes),
                 )
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engram import _engram
 from engram._arguments import out_of_range, path_text
 from engram._errors import complete, placed
+from engram._notices import failed
 from engram.gather import FileGather
 from engram.table import tables
 from engram.ticket import Ticket, submit
@@ -109,6 +110,7 @@ class TableSet:
             raise out_of_range(None, pad_id, timeout) from None
         except Exception as error:
             complete(error, table=name)
+            failed(error)
             raise
         return rows
 

@@ -13,6 +13,7 @@ from engram import _engram
 from engram._arrays import empty, int64_ids, is_torch
 from engram._dtypes import torch_dtype
 from engram._errors import complete, placed
+from engram._notices import failed
 from engram.rows import Rows
 from engram.table import PLANE_ALIGNMENT
 
@@ -61,6 +62,7 @@ class Ticket:
             memory = self._native.wait(timeout)
         except Exception as error:
             complete(error, table=self._shape.only)
+            failed(error)
             raise
         if memory is None:
             return self._shape.given

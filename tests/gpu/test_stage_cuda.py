@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engram
 from engram import synth
 from stage_support import SIZES, Opened, addresses, assert_rows, step
+from step_overhead import STAGE, median_seconds, report
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA does not answer")
 
@@ -134,29 +134,9 @@ def test_copies_overlap_work_that_reads_no_rows(opened, stage):
 
 def test_overhead_of_a_decode_step(tmp_path, capsys):
     info = synth.write(tmp_path / "c", "qwen", rows=200_000, dtype="fp8")
-    h = engram.hasher(info.directory, 0)
-    with engram.FileGather(info.directory, 0) as gather:
-        gather.prewarm()
-        random = np.random.default_rng(1)
-        tokens = random.integers(0, h.vocab_size, 64)
-        starts = np.arange(65)
-        context = random.integers(0, h.vocab_size, (64, 2))
-        table = torch.from_numpy(gather.gather(np.arange(gather.num_rows)).view(np.uint8)).cuda()
-        ids = torch.from_numpy(h.ids(tokens, starts, context)).reshape(-1)
-        with engram.Stage(gather, h, max_tokens=64, device="cuda") as stage:
-            ways = {
-                "stage: ids, gather, copy": lambda: stage.prepare(tokens, starts, context),
-                "table on the device: ids copied, index_select": lambda: table.index_select(
-                    0, ids.cuda()
-                ),
-            }
-            for name, run in ways.items():
-                times = []
-                for _ in range(300):
-                    torch.cuda.synchronize()
-                    started = time.perf_counter()
-                    run()
-                    torch.cuda.synchronize()
-                    times.append(time.perf_counter() - started)
-                with capsys.disabled():
-                    print(f"\n{name}: {statistics.median(times) * 1e6:.1f} us", end="")
+    found = median_seconds(info.directory, "cuda")
+    first = found[STAGE][1]
+    for name, (_, rows) in found.items():
+        assert np.array_equal(rows, first), name
+    with capsys.disabled():
+        print("", *report(found), sep="\n")

@@ -1,7 +1,9 @@
-"""The `engram` command: look into a checkpoint, write a synthetic one, see a demonstration.
+"""The `engram` command: examine a machine and a checkpoint, measure, prewarm, demonstrate.
 
 Exit status: 0 when all went well, 1 when something could not be done (said on stderr), 2 for a
-wrong command line, 130 after Ctrl-C. Nothing a user can do to a path or a pipe shows a traceback.
+wrong command line, 130 after Ctrl-C. `doctor` and `verify` give a verdict: 1 says that something is
+wrong with what they looked at, 2 that there was nothing to look at. Nothing a user can do to a path
+or a pipe shows a traceback.
 """
 
 from __future__ import annotations

@@ -8,8 +8,11 @@ import typer
 
 from .bench import bench
 from .demo import demo
+from .doctor import doctor
 from .inspect import inspect
+from .prewarm import prewarm
 from .synth import synth
+from .verify import verify
 
 app = typer.Typer(
     help="Rows of n-gram embedding tables, read in place from safetensors checkpoints.",
@@ -22,6 +25,9 @@ app.command()(inspect)
 app.command()(synth)
 app.command()(demo)
 app.command()(bench)
+app.command()(doctor)
+app.command()(verify)
+app.command()(prewarm)
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 - called by typer with the flag's value

@@ -71,9 +71,7 @@ def bench(
     warm_only: Annotated[
         bool, typer.Option("--warm-only", help="Leave the page cache alone: no cold rows.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the measurements as JSON.")
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw the measurements as a PNG.")
     ] = None,
@@ -87,14 +85,14 @@ def bench(
     """
     with reported():
         sizes = _parse_rows(rows)
-        for file in (json_file, plot_file):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise Failed(f"cannot write {file}: {file.absolute().parent} is no directory")
         if plot_file is not None:
+            folder = plot_file.absolute().parent
+            if not folder.is_dir():
+                raise Failed(f"cannot write {plot_file}: {folder} is no directory")
             require_matplotlib()
         place = int(table) if table is not None and table.isdecimal() else table
         with _Bench(path, place) as run:
-            console = output()
+            console = output(quiet=as_json)
             header = run.header()
             for label, value in header.items():
                 console.print(f"{label:<13}{value}")
@@ -111,7 +109,7 @@ def bench(
                 for share in _SHARES:
                     run.partly_resident(share, sizes, seconds)
             _show(run, console)
-            if json_file is not None:
+            if as_json:
                 document: dict[str, Any] = {
                     "version": JSON_VERSION,
                     "path": os.fspath(path),
@@ -120,7 +118,7 @@ def bench(
                     "notes": run.notes,
                     "measurements": [entry.as_json() for entry in run.measurements],
                 }
-                json_file.write_text(json.dumps(document, indent=2) + "\n")
+                print(json.dumps(document, indent=2))
             if plot_file is not None:
                 title = f"{run.gather.info.name}\n{header['processor']}, {header['file system']}"
                 draw(plot_file, run.measurements, title)

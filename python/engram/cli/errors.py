@@ -18,10 +18,14 @@ class Failed(Exception):
 
 
 @contextmanager
-def reported() -> Generator[None]:
+def reported(status: int = 1) -> Generator[None]:
     """Turns the failures a user can cause into a message and an exit status.
 
     Anything else is a defect of this program and keeps its traceback.
+
+    Args:
+        status: Of a command that cannot do what it was asked for. Commands whose status is a
+            verdict keep 1 for a bad one.
     """
     try:
         yield
@@ -34,10 +38,10 @@ def reported() -> Generator[None]:
         raise typer.Exit(1) from None
     except OSError as error:
         _say(describe(error))
-        raise typer.Exit(1) from None
+        raise typer.Exit(status) from None
     except (Failed, ValueError, ImportError, MemoryError) as error:
         _say(str(error) or type(error).__name__)
-        raise typer.Exit(1) from None
+        raise typer.Exit(status) from None
 
 
 def describe(error: OSError) -> str:

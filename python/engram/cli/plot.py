@@ -32,7 +32,7 @@ def require_matplotlib() -> Any:
 
 
 def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
-    """Writes a PNG with one panel per state: microseconds per row over rows per call.
+    """Writes a PNG with one panel per state: time per call over rows per call, a line per method.
 
     Args:
         path: Where to write.
@@ -55,9 +55,7 @@ def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
         axis = axes[index // columns][index % columns]
         for place, name in enumerate(names):
             points = sorted(
-                (entry.rows, 1e6 * entry.median / entry.rows)
-                for entry in group
-                if entry.method == name
+                (entry.rows, 1e6 * entry.median) for entry in group if entry.method == name
             )
             if points:
                 axis.plot(
@@ -68,7 +66,7 @@ def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
                     label=name,
                 )
         axis.set(xscale="log", yscale="log", title=f"{state}, {ids} ids")
-        axis.set(xlabel="rows per call", ylabel="microseconds per row")
+        axis.set(xlabel="rows per call", ylabel="microseconds per call")
         axis.grid(visible=True, which="both", alpha=0.25)
         axis.legend(fontsize="x-small")
     for spare in range(len(panels), lines * columns):

@@ -58,9 +58,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def output() -> Console:
-    """Standard output; without colours in a file or a pipe, and never cut to a narrow terminal."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+def output(*, quiet: bool = False) -> Console:
+    """Standard output; without colours in a file or a pipe, and never cut to a narrow terminal.
+
+    Args:
+        quiet: Prints nothing: what is wanted there is not for people.
+    """
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
     console.width = max(console.width, _WIDTH)
     return console
 

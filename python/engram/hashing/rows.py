@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engram import _engram
 from engram._arrays import is_torch
 from engram._errors import placed
+from engram._notices import failed
 
 if TYPE_CHECKING:
     from engram.gather import FileGather
@@ -61,7 +62,11 @@ def gather_tokens(
     if out is None:
         out = gather._allocate(shape, torch_like=is_torch(tokens))
     targets = gather._targets(out, shape, flat.size * hasher.heads)
-    _engram.gather_tokens(
-        hasher._native, gather._native, flat, starts, history, targets, hasher.dead_id
-    )
+    try:
+        _engram.gather_tokens(
+            hasher._native, gather._native, flat, starts, history, targets, hasher.dead_id
+        )
+    except OSError as error:
+        failed(error)
+        raise
     return out

@@ -22,9 +22,10 @@ from torch import nn
 
 from engram._errors import placed
 from engram.config import EngramConfig
-from engram.embedding import NgramEmbedding
+from engram.embedding import NgramEmbedding, RowStorage
 from engram.gather import FileGather
 from engram.hashing import hasher
+from engram.storage import Topology, open_storage
 from engram.table import tables
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *,
     engram_config: EngramConfig | Mapping[str, Any] | str | None = None,
+    parallel: Any = None,
     load_format: LoadFormat = "auto",
     out_of_vocab: OutOfVocab = "raise",
     **kwargs: Any,
@@ -55,7 +57,9 @@ def from_pretrained(
 
     Args:
         path: A checkpoint directory, or a model's name on the Hugging Face hub.
-        engram_config: Where tables live; None for the checkpoint's files (`disk_offload`).
+        engram_config: Where tables live; None for the checkpoint's files (`disk_offload`). Tables
+            that live elsewhere are read once, after the other weights.
+        parallel: As for `engram.open_storage`.
         load_format: `"dummy"` serves zeros and opens no table.
         out_of_vocab: As for `engram.hasher`.
         **kwargs: As for the model class's own `from_pretrained`: `dtype`, `device_map` and so on.
@@ -65,11 +69,10 @@ def from_pretrained(
 
     Raises:
         ImportError: transformers is missing, or too old for Qwen4-Exp.
-        ValueError: The model has no n-gram tables, or tables are to live where this function does
-            not put them.
-        Exception: As `engram.hasher`, `engram.FileGather` and transformers do.
+        ValueError: The model has no n-gram tables.
+        Exception: As `engram.hasher`, `engram.open_storage` and transformers do.
     """
-    config = _file_config(engram_config)
+    config = _config(engram_config, parallel)
     transformers: Any = importlib.import_module("transformers")
     directory = _local(path, kwargs)
     model_config = kwargs.pop("config", None)
@@ -84,7 +87,7 @@ def from_pretrained(
     # With `output_loading_info` the model comes with what was said about the loading.
     model = cast("tuple[Any, ...]", loaded)[0] if isinstance(loaded, tuple) else loaded
     model.__class__ = base
-    _replace(model, modules)
+    _replace(model, modules, config, parallel)
     return cast("Any", loaded)
 
 
@@ -93,6 +96,7 @@ def attach(
     path: str | os.PathLike[str],
     *,
     engram_config: EngramConfig | Mapping[str, Any] | str | None = None,
+    parallel: Any = None,
     dtype: torch.dtype | None = None,
     load_format: LoadFormat = "auto",
     out_of_vocab: OutOfVocab = "raise",
@@ -103,6 +107,7 @@ def attach(
         model: A Qwen4-Exp model of transformers, or any module around one.
         path: The checkpoint directory whose tables to serve.
         engram_config: As for `from_pretrained`.
+        parallel: As for `engram.open_storage`.
         dtype: Of the embeddings; None for that of the layer that reads them.
         load_format: As for `from_pretrained`.
         out_of_vocab: As for `engram.hasher`.
@@ -110,15 +115,16 @@ def attach(
     Raises:
         RuntimeError: The model is served by engram already.
         ValueError: The model has no n-gram embedding, or others than the checkpoint.
-        Exception: As `engram.hasher` and `engram.FileGather` do.
+        Exception: As `engram.hasher` and `engram.open_storage` do.
     """
-    _file_config(engram_config)
+    config = _config(engram_config, parallel)
     found = _ple_layers(model)
     if any(isinstance(layer.ple_embedding, NgramEmbedding) for layer in found.values()):
         raise RuntimeError("this model's tables are served by engram already; attach once")
     configuration = getattr(model, "config", None)
     source = os.fspath(path) if configuration is None else configuration
-    _replace(model, _sources(Path(path), source, load_format, out_of_vocab), dtype)
+    sources = _sources(Path(path), source, load_format, out_of_vocab)
+    _replace(model, sources, config, parallel, dtype)
 
 
 class _NoTable(nn.Module):
@@ -208,6 +214,8 @@ def _tables(directory: Path) -> list[TableInfo]:
 def _replace(
     model: Any,
     sources: dict[int, tuple[NgramHash, FileGather | None]],
+    config: EngramConfig,
+    parallel: Any,
     dtype: torch.dtype | None = None,
 ) -> None:
     layers = _ple_layers(model)
@@ -218,15 +226,29 @@ def _replace(
                 f"tables for layers {sorted(sources)}"
             )
         )
+    made: dict[int, NgramEmbedding] = {}
     for index, layer in layers.items():
-        of_layer, storage = sources[index]
-        made = NgramEmbedding(of_layer, dtype=dtype or _dtype_of(layer), layer_idx=index)
-        if storage is None:
-            made.bind_dummy()
+        of_layer, gather = sources[index]
+        made[index] = NgramEmbedding(of_layer, dtype=dtype or _dtype_of(layer), layer_idx=index)
+        if gather is None:
+            made[index].bind_dummy()
         else:
-            made.bind(storage)
-        made.train(layer.training)
-        layer.ple_embedding = made
+            made[index].bind(_placed(gather, config, parallel, layer))
+    # All or none: a model is not left with some of its tables.
+    for index, layer in layers.items():
+        layer.ple_embedding = made[index].train(layer.training)
+
+
+def _placed(gather: FileGather, config: EngramConfig, parallel: Any, layer: Any) -> RowStorage:
+    """The table where the configuration says, read through `gather` unless it stays in files."""
+    device = layer.value_proj.weight.device
+    storage = open_storage(
+        config, gather, parallel=parallel, device=None if device.type == "meta" else device
+    )
+    if storage.placement == "file":
+        return gather
+    gather.close()
+    return storage
 
 
 def _dtype_of(layer: Any) -> torch.dtype:
@@ -235,15 +257,12 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return dtype if dtype in _DTYPES else torch.bfloat16
 
 
-def _file_config(given: EngramConfig | Mapping[str, Any] | str | None) -> EngramConfig:
+def _config(given: EngramConfig | Mapping[str, Any] | str | None, parallel: Any) -> EngramConfig:
+    """The settings, held against the topology before anything is loaded."""
     config = EngramConfig(disk_offload=True) if given is None else EngramConfig.of(given)
-    if config.placement != "file":
-        raise placed(
-            ValueError(
-                f"engram_config places tables in {config.placement} memory, but with transformers "
-                "they are served from the checkpoint's files: set disk_offload=True"
-            )
-        )
+    topology = Topology.of(parallel)
+    config.resolve_dp_shared_memory(topology)
+    config.verify_parallel_config(topology)
     return config
 
 

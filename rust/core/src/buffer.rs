@@ -16,6 +16,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::sync::atomic::AtomicU32;
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 
@@ -172,6 +173,20 @@ impl HostBuffer {
         }
         let page = rustix::param::page_size();
         Ok(bytes.start / page * page..bytes.end)
+    }
+
+    /// The four bytes at `offset` as a word that others, a device among them, read and write at any
+    /// time. None where they are outside the buffer, or not at a multiple of four.
+    #[must_use]
+    pub fn word(&self, offset: usize) -> Option<&AtomicU32> {
+        let end = offset.checked_add(size_of::<AtomicU32>())?;
+        if end > self.len || !offset.is_multiple_of(align_of::<AtomicU32>()) {
+            return None;
+        }
+        // SAFETY: the word lies within the buffer, whose first byte is at a page boundary, so it is
+        // aligned; the memory lives as long as `self`, which the reference borrows. Rows and words
+        // share no bytes: whoever uses a word keeps its bytes for words.
+        Some(unsafe { AtomicU32::from_ptr(self.address().add(offset).cast()) })
     }
 
     /// Makes the kernel give memory for `bytes` now, as if they were written to; the contents stay.

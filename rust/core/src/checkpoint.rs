@@ -1,13 +1,15 @@
 //! A checkpoint: which tensors are in which file.
 //!
 //! A path is a `.safetensors` file, a directory of them, or an index. Opening reads every header
-//! once, closes every file again and keeps one record per tensor; data is never touched. What an
+//! once and keeps one record per tensor; data is never touched. What an
 //! index says is held against what the files contain before anything is served.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::Metadata;
+use std::ffi::OsStr;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use safetensors::Dtype;
 use serde_json::Value;
@@ -20,10 +22,12 @@ mod index;
 mod location;
 mod packed;
 mod reading;
+mod survey;
 
 use location::Directory;
 use packed::{Packed, Record};
 pub(crate) use reading::parse_config;
+pub use survey::{Flaw, FlawKind, Survey, survey};
 
 /// What a file was when it was opened; a change means that its rows can no longer be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,7 +121,7 @@ pub struct Shadowed {
     pub file: PathBuf,
 }
 
-/// An opened checkpoint. It holds no descriptor.
+/// An opened checkpoint. It holds no descriptor unless it was opened for rows.
 #[derive(Debug)]
 pub struct Checkpoint {
     /// The path it was opened by.
@@ -129,18 +133,29 @@ pub struct Checkpoint {
     /// Second copies of indexed tensors, ignored.
     pub shadowed: Vec<Shadowed>,
     metadata: Vec<Option<HashMap<String, String>>>,
+    handles: Vec<Option<Arc<File>>>,
     tensors: Packed,
 }
 
 impl Checkpoint {
     /// Opens a `.safetensors` file, a checkpoint directory or an index JSON.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_keeping(path, false)
+    }
+
+    /// As [`Checkpoint::open`], for reading rows next: files stay open, so that rows come from the
+    /// very files whose headers were read.
+    pub fn open_for_rows(path: &Path) -> Result<Self> {
+        Self::open_keeping(path, true)
+    }
+
+    fn open_keeping(path: &Path, keep: bool) -> Result<Self> {
         let status = location::status(path)?;
         if status.is_dir() {
             let directory = Directory::open(path)?;
             return match directory.index()? {
-                Some(index) => Self::open_indexed(path, &directory, &index),
-                None => Self::open_all(path, &directory),
+                Some(index) => Self::open_indexed(path, &directory, &index, keep),
+                None => Self::open_all(path, &directory, keep),
             };
         }
         if path
@@ -151,38 +166,49 @@ impl Checkpoint {
                 Some(parent) if !parent.as_os_str().is_empty() => parent,
                 _ => Path::new("."),
             };
-            return Self::open_indexed(path, &Directory::open(parent)?, path);
+            return Self::open_indexed(path, &Directory::open(parent)?, path, keep);
         }
         let file = location::Found::by_argument(path)?;
         let config = reading::config(&path.with_file_name("config.json"))?;
-        let (files, opened) = reading::headers(&[file])?;
+        let (files, opened) = reading::headers(vec![file], keep)?;
         Self::assemble(path, files, opened, config, None)
     }
 
     /// A directory without an index: every safetensors file in it, each tensor once.
-    fn open_all(path: &Path, directory: &Directory) -> Result<Self> {
-        let found = directory.safetensors_files(&HashSet::new())?;
+    fn open_all(path: &Path, directory: &Directory, keep: bool) -> Result<Self> {
+        let found = directory.safetensors_files(|_| false)?;
         if found.is_empty() {
             return Err(directory.nothing_to_read());
         }
         let config = reading::config(&directory.path().join("config.json"))?;
-        let (files, opened) = reading::headers(&found)?;
+        let (files, opened) = reading::headers(found, keep)?;
         Self::assemble(path, files, opened, config, None)
     }
 
     /// The files an index names, and the headers of those beside them.
-    fn open_indexed(path: &Path, directory: &Directory, index_path: &Path) -> Result<Self> {
+    fn open_indexed(
+        path: &Path,
+        directory: &Directory,
+        index_path: &Path,
+        keep: bool,
+    ) -> Result<Self> {
         let text = index::text(index_path)?;
         let index = index::parse(&text, index_path)?;
         let mut found = directory.named_files(&index.files, index_path)?;
         let named = found.len();
-        let paths: HashSet<&Path> = found.iter().map(|file| file.path.as_path()).collect();
-        let resolved: HashSet<&Path> = found.iter().map(|file| file.resolved.as_path()).collect();
-        let mut side_files = directory.safetensors_files(&paths)?;
-        side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
+        let is_named = |name: &OsStr| {
+            let name = name.to_string_lossy();
+            index.files.binary_search(&name).is_ok()
+        };
+        let mut side_files = directory.safetensors_files(is_named)?;
+        if !side_files.is_empty() {
+            let resolved: HashSet<&Path> =
+                found.iter().map(|file| file.resolved.as_path()).collect();
+            side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
+        }
         found.extend(side_files);
         let config = reading::config(&directory.path().join("config.json"))?;
-        let (files, opened) = reading::headers(&found)?;
+        let (files, opened) = reading::headers(found, keep)?;
         let listed = catalogue::Listed {
             entries: &index.entries,
             files: named,
@@ -198,10 +224,14 @@ impl Checkpoint {
         config: Option<Value>,
         listed: Option<&catalogue::Listed<'_>>,
     ) -> Result<Self> {
-        let (packs, metadata): (Vec<_>, Vec<_>) = opened
-            .into_iter()
-            .map(|contents| (contents.pack, contents.metadata))
-            .unzip();
+        let mut packs = Vec::with_capacity(opened.len());
+        let mut metadata = Vec::with_capacity(opened.len());
+        let mut handles = Vec::with_capacity(opened.len());
+        for contents in opened {
+            packs.push(contents.pack);
+            metadata.push(contents.metadata);
+            handles.push(contents.handle);
+        }
         let (tensors, copies) = catalogue::merge(&packs, &files, listed)?;
         let shadowed = copies
             .into_iter()
@@ -216,8 +246,14 @@ impl Checkpoint {
             config,
             shadowed,
             metadata,
+            handles,
             tensors,
         })
+    }
+
+    /// The open file at this index, where the checkpoint was opened for rows.
+    pub(crate) fn handle(&self, file: usize) -> Option<Arc<File>> {
+        self.handles.get(file)?.clone()
     }
 
     /// The tensor called `name`.

@@ -8,8 +8,10 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use once_cell::race::{OnceBool, OnceBox};
 
 use crate::buffer::HostBuffer;
 use crate::checkpoint::{CheckpointFile, Identity};
@@ -19,6 +21,8 @@ use crate::filesystem::Filesystem;
 use crate::map::Map;
 use crate::residency::Residency;
 use crate::system;
+
+mod registry;
 
 /// A descriptor that bypasses the page cache.
 #[derive(Debug)]
@@ -57,15 +61,17 @@ struct Wanted {
 pub struct OpenFile {
     path: PathBuf,
     wanted: Wanted,
-    file: File,
+    file: Arc<File>,
     identity: Identity,
     filesystem: Filesystem,
     map: std::result::Result<Arc<Map>, NoMap>,
     /// Bytes left of the file when it was found cut short; `u64::MAX` until then.
     cut: AtomicU64,
-    residency: OnceLock<Arc<Residency>>,
-    may_query: bool,
-    direct: OnceLock<std::result::Result<Direct, i32>>,
+    // Two threads may both make one, of which one stays: a fork while one waits for another would
+    // leave the child waiting for ever.
+    residency: OnceBox<Arc<Residency>>,
+    may_query: OnceBool,
+    direct: OnceBox<std::result::Result<Direct, i32>>,
 }
 
 /// Why a file is not mapped.
@@ -82,55 +88,78 @@ pub enum NoMap {
 }
 
 impl OpenFile {
-    /// Opens a file whose header was read before; it must still be the same, unchanged file. With
-    /// `random`, faults on the mapping read one page and nothing around it.
+    /// Opens files whose headers were read before; they must still be the same, unchanged files.
+    /// `handles` has those that are open already, by the same numbers. With `random`, faults on the
+    /// mapping read one page and nothing around it.
     ///
     /// A file that is open already in the same way is shared: one descriptor and one mapping serve
     /// every table with rows in it, and what one reader learns of its pages the others know.
-    pub fn open(
-        checkpoint_file: &CheckpointFile,
+    pub fn open_all(
+        files: &[CheckpointFile],
+        handles: &[Option<Arc<File>>],
         mapping: Mapping,
         random: bool,
-    ) -> Result<Arc<Self>> {
+    ) -> Result<Vec<Arc<Self>>> {
         let wanted = Wanted { mapping, random };
-        if let Some(open) = registered(checkpoint_file, wanted) {
-            return Ok(open);
+        let mut filesystems = Filesystems::default();
+        let registered = registry::now();
+        let mut open = Vec::with_capacity(files.len());
+        let mut new = Vec::new();
+        for (number, file) in files.iter().enumerate() {
+            if let Some(shared) = registered.find(file, wanted) {
+                open.push(shared);
+                continue;
+            }
+            let handle = handles.get(number).cloned().flatten();
+            let opened = Self::open_new(file, handle, wanted, &mut filesystems)?;
+            new.push(Arc::clone(&opened));
+            open.push(opened);
         }
+        registry::add(&new);
+        Ok(open)
+    }
+
+    /// One such file.
+    #[cfg(test)]
+    pub(crate) fn open(file: &CheckpointFile, mapping: Mapping, random: bool) -> Result<Arc<Self>> {
+        let opened = Self::open_all(std::slice::from_ref(file), &[], mapping, random)?;
+        Ok(opened.into_iter().next().expect("one file was opened"))
+    }
+
+    fn open_new(
+        checkpoint_file: &CheckpointFile,
+        handle: Option<Arc<File>>,
+        wanted: Wanted,
+        filesystems: &mut Filesystems,
+    ) -> Result<Arc<Self>> {
         let path = checkpoint_file.resolved.as_path();
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_CLOEXEC)
-            .open(path)
-            .map_err(|error| open_error(&error, path))?;
-        let metadata = file
-            .metadata()
-            .map_err(|error| Error::io("cannot stat", &error, path))?;
-        let identity = Identity::of(&metadata);
-        if identity != checkpoint_file.identity {
-            return Err(Error::checkpoint(
-                "the file changed between reading its header and opening it for rows; open the checkpoint again",
-                path,
-            ));
-        }
-        let len = identity.len;
-        let filesystem =
-            system::filesystem_magic(&file).map_or(Filesystem::UNKNOWN, Filesystem::from_magic);
+        let identity = checkpoint_file.identity;
+        let file = match handle {
+            Some(file) => {
+                // Opened so as not to wait for the other end of a pipe; reads through a ring would
+                // then not wait for the device either.
+                rustix::fs::fcntl_setfl(&file, rustix::fs::OFlags::empty())
+                    .map_err(|errno| Error::io("cannot open", &errno.into(), path))?;
+                file
+            }
+            None => Arc::new(open_unchanged(path, identity)?),
+        };
+        let filesystem = filesystems.of(&file, identity.device);
         // A hint: without it reads of single rows may pull in their neighbourhood.
         let _ = system::advise_random(&file);
-        let map = match mapping {
+        let map = match wanted.mapping {
             Mapping::Never => Err(NoMap::NotWanted),
             _ if !fault::allowed() => Err(NoMap::Forbidden),
             Mapping::IfSafe if filesystem.remote => Err(NoMap::Remote),
-            Mapping::IfSafe | Mapping::Required => Map::new(&file, len)
+            Mapping::IfSafe | Mapping::Required => Map::new(&file, identity.len)
                 .map(Arc::new)
                 .map_err(|error| NoMap::Refused(error.raw_os_error().unwrap_or(libc::EIO))),
         };
-        if let (Ok(map), true) = (&map, random) {
+        if let (Ok(map), true) = (&map, wanted.random) {
             // A hint: without it a wrong belief costs a larger read.
             let _ = map.advise_random();
         }
-        let may_query = may_query(&metadata, path);
-        let open = Arc::new(Self {
+        Ok(Arc::new(Self {
             path: path.to_owned(),
             wanted,
             file,
@@ -138,12 +167,10 @@ impl OpenFile {
             filesystem,
             map,
             cut: AtomicU64::new(u64::MAX),
-            residency: OnceLock::new(),
-            may_query,
-            direct: OnceLock::new(),
-        });
-        register(&open);
-        Ok(open)
+            residency: OnceBox::new(),
+            may_query: OnceBool::new(),
+            direct: OnceBox::new(),
+        }))
     }
 
     /// The path as it was opened.
@@ -229,13 +256,14 @@ impl OpenFile {
     #[inline]
     pub fn residency(&self) -> &Arc<Residency> {
         self.residency
-            .get_or_init(|| Arc::new(Residency::new(self.identity.len)))
+            .get_or_init(|| Box::new(Arc::new(Residency::new(self.identity.len))))
     }
 
     /// Whether the kernel answers truthfully which pages are in memory: it does so only to the
     /// owner of the file and to those who may write it.
     pub fn may_query(&self) -> bool {
         self.may_query
+            .get_or_init(|| may_query(&self.file, &self.path))
     }
 
     /// Raw descriptor for submission queues, direct or through the page cache.
@@ -277,7 +305,7 @@ impl OpenFile {
     /// The direct descriptor, opened and proved by one real read on first use.
     pub fn direct(&self) -> std::result::Result<&Direct, i32> {
         self.direct
-            .get_or_init(|| self.open_direct())
+            .get_or_init(|| Box::new(self.open_direct()))
             .as_ref()
             .map_err(|errno| *errno)
     }
@@ -300,25 +328,39 @@ impl OpenFile {
     }
 }
 
-/// Files that are open for reading rows: to be shared, and for [`drop_cache`] to unmap their pages.
-static OPEN: Mutex<Vec<Weak<OpenFile>>> = Mutex::new(Vec::new());
+/// The filesystems that files being opened together lie on, each asked once.
+#[derive(Default)]
+struct Filesystems(Vec<(u64, Filesystem)>);
 
-/// A file that is open in the wanted way and sound.
-fn registered(checkpoint_file: &CheckpointFile, wanted: Wanted) -> Option<Arc<OpenFile>> {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.iter().filter_map(Weak::upgrade).find(|file| {
-        file.identity == checkpoint_file.identity
-            && file.path == checkpoint_file.resolved
-            && file.wanted == wanted
-            && file.is_whole().unwrap_or(false)
-            && file.map().ok().and_then(|map| map.lost()).is_none()
-    })
+impl Filesystems {
+    fn of(&mut self, file: &File, device: u64) -> Filesystem {
+        if let Some(&(_, known)) = self.0.iter().find(|(of, _)| *of == device) {
+            return known;
+        }
+        let found =
+            system::filesystem_magic(file).map_or(Filesystem::UNKNOWN, Filesystem::from_magic);
+        self.0.push((device, found));
+        found
+    }
 }
 
-fn register(file: &Arc<OpenFile>) {
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    open.retain(|file| file.strong_count() > 0);
-    open.push(Arc::downgrade(file));
+/// Opens the file at `path`, which must still be the one of `identity`.
+fn open_unchanged(path: &Path, identity: Identity) -> Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_CLOEXEC)
+        .open(path)
+        .map_err(|error| open_error(&error, path))?;
+    let metadata = file
+        .metadata()
+        .map_err(|error| Error::io("cannot stat", &error, path))?;
+    if Identity::of(&metadata) == identity {
+        return Ok(file);
+    }
+    Err(Error::checkpoint(
+        "the file changed between reading its header and opening it for rows; open the checkpoint again",
+        path,
+    ))
 }
 
 /// Drops the page cache of the file at `path` and forgets what was believed of its pages; returns
@@ -328,14 +370,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     let refuse = |error: io::Error| Error::io("cannot drop the page cache", &error, path);
     let file = File::open(path).map_err(|error| open_error(&error, path))?;
     let identity = Identity::of(&file.metadata().map_err(refuse)?);
-    let open: Vec<_> = {
-        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.iter()
-            .filter_map(Weak::upgrade)
-            .filter(|open| open.identity == identity)
-            .collect()
-    };
-    for file in &open {
+    for file in registry::now().same(identity) {
         // Pages in this process's page tables would survive the advice below.
         if let Ok(map) = file.map() {
             map.trim(0..map.len()).map_err(refuse)?;
@@ -357,12 +392,16 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     Ok(states.iter().filter(|&&state| state & 1 == 1).count() as u64 * page)
 }
 
-fn may_query(metadata: &std::fs::Metadata, path: &Path) -> bool {
+fn may_query(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
     let user = rustix::process::geteuid();
+    let owned = || {
+        let status = file.metadata();
+        status.is_ok_and(|status| status.uid() == user.as_raw())
+    };
     system::TELLS_RESIDENT_PAGES
         && (user.is_root()
-            || metadata.uid() == user.as_raw()
+            || owned()
             || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok())
 }
 
@@ -381,57 +420,4 @@ fn open_error(error: &io::Error, path: &Path) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::Write as _;
-
-    use super::*;
-
-    fn temporary(bytes: &[u8]) -> (tempfile::NamedTempFile, CheckpointFile) {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(bytes).unwrap();
-        let described = CheckpointFile::of(file.path()).unwrap();
-        (file, described)
-    }
-
-    #[test]
-    fn a_file_is_shared_with_those_who_open_it_alike() {
-        let (_file, described) = temporary(&[0; 10]);
-        let first = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
-        let again = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
-        assert!(Arc::ptr_eq(&first, &again));
-        let unmapped = OpenFile::open(&described, Mapping::Never, true).unwrap();
-        assert!(!Arc::ptr_eq(&first, &unmapped) && unmapped.map().is_err());
-        let weak = Arc::downgrade(&first);
-        drop((first, again));
-        assert!(weak.upgrade().is_none(), "sharing keeps nothing open");
-    }
-
-    #[test]
-    fn a_file_that_changed_is_refused() {
-        let (mut file, described) = temporary(&[0; 10]);
-        file.write_all(&[0]).unwrap();
-        let error = OpenFile::open(&described, Mapping::IfSafe, true).unwrap_err();
-        assert!(matches!(error, Error::Checkpoint { .. }));
-        assert!(error.to_string().contains("the file changed"));
-    }
-
-    #[test]
-    fn direct_reads_work_or_say_why_not() {
-        let (_file, described) = temporary(&[7; 5000]);
-        let open = OpenFile::open(&described, Mapping::IfSafe, true).unwrap();
-        match open.direct() {
-            Ok(direct) => {
-                let mut buffer = HostBuffer::new(8192, false).unwrap();
-                assert!(direct.alignment().is_power_of_two());
-                let tail = open
-                    .read_at(&mut buffer.as_mut_slice()[..4096], 4096, true)
-                    .unwrap();
-                assert_eq!(
-                    tail, 904,
-                    "the kernel returns what is left of an unaligned tail"
-                );
-            }
-            Err(errno) => assert!(errno > 0),
-        }
-    }
-}
+mod tests;

@@ -3,12 +3,15 @@
 //! A lock would be held by some thread at the moment of a fork sooner or later, and every gather of
 //! the child would then wait for a thread that it does not have.
 //!
-//! Durations are counted in cells of equal relative width: nanoseconds below 128 have a cell each,
-//! and every further octave has 128 cells, so a cell is at most 1/128 wide in relation to its
-//! values.
+//! Durations are counted in the cells of an HDR histogram of two significant digits, of which they are
+//! put into one (crate `hdrhistogram`, whose own recorders share counts through a lock) when somebody asks for
+//! percentiles: nanoseconds below 128 have a cell each, and every further octave has 128 cells, so a cell is at
+//! most 1/128 wide in relation to its values.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+use hdrhistogram::Histogram;
 
 const CELL_BITS: u32 = 7;
 const CELLS_PER_OCTAVE: u64 = 1 << CELL_BITS;
@@ -16,6 +19,26 @@ const CELLS_PER_OCTAVE: u64 = 1 << CELL_BITS;
 /// Durations from here on share the last cell: 2^42 ns, more than an hour.
 const LONGEST_BITS: u32 = 42;
 const CELLS: usize = (((LONGEST_BITS - CELL_BITS + 1) as usize) << CELL_BITS) + 1;
+
+/// Bounds of a histogram of durations: 1, 2 and 5 microseconds, and so on to 10 seconds.
+pub const BUCKETS: [Duration; 22] = {
+    let mut bounds = [Duration::ZERO; 22];
+    let mut decade = 1;
+    let mut place = 0;
+    while place < bounds.len() {
+        let factor = match place % 3 {
+            0 => 1,
+            1 => 2,
+            _ => 5,
+        };
+        bounds[place] = Duration::from_micros(factor * decade);
+        if place % 3 == 2 {
+            decade *= 10;
+        }
+        place += 1;
+    }
+    bounds
+};
 
 /// Durations, to within 1 part in 128, from 1 ns to an hour.
 #[derive(Debug)]
@@ -54,6 +77,13 @@ impl Default for Latency {
     }
 }
 
+/// An HDR histogram with the cells of [`Latency`].
+fn empty() -> Histogram<u64> {
+    const SIGNIFICANT_DIGITS: u8 = 2;
+    Histogram::new_with_bounds(1, 1 << LONGEST_BITS, SIGNIFICANT_DIGITS)
+        .unwrap_or_else(|error| unreachable!("constant bounds: {error}"))
+}
+
 /// The cell of a duration.
 fn cell_of(nanoseconds: u64) -> usize {
     let octave = (nanoseconds | (CELLS_PER_OCTAVE - 1)).ilog2() + 1 - CELL_BITS;
@@ -85,26 +115,38 @@ impl Latency {
         self.longest.fetch_max(nanoseconds, Ordering::Relaxed);
     }
 
+    /// How many durations are at most as long as each of `bounds`, which ascend; to within the width
+    /// of a cell.
+    pub fn at_most(&self, bounds: &[Duration]) -> Vec<u64> {
+        let mut counts = vec![0; bounds.len()];
+        let mut place = 0;
+        let mut seen = 0;
+        for (cell, count) in self.cells.iter().enumerate() {
+            let end = Duration::from_nanos(end_of(cell));
+            while place < bounds.len() && bounds[place] < end {
+                counts[place] = seen;
+                place += 1;
+            }
+            seen += count.load(Ordering::Relaxed);
+        }
+        counts[place..].fill(seen);
+        counts
+    }
+
     /// Count, mean, the 50th, 90th, 99th and 99.9th percentile and the maximum, in seconds.
     pub fn summary(&self) -> Summary {
-        let counts: Vec<u64> = self
-            .cells
-            .iter()
-            .map(|cell| cell.load(Ordering::Relaxed))
-            .collect();
-        let count: u64 = counts.iter().sum();
         let longest = self.longest.load(Ordering::Relaxed);
         let seconds = |nanoseconds| Duration::from_nanos(nanoseconds).as_secs_f64();
-        // The smallest duration that so many thousandths of all do not exceed.
-        let quantile = |thousandths: u64| {
-            let wanted = (u128::from(count) * u128::from(thousandths)).div_ceil(1000);
-            let mut seen = 0_u128;
-            let cell = counts.iter().position(|&count| {
-                seen += u128::from(count);
-                count > 0 && seen >= wanted
-            });
-            seconds(cell.map_or(0, |cell| end_of(cell).min(longest)))
-        };
+        let mut histogram = empty();
+        let mut count = 0;
+        for (cell, cell_count) in self.cells.iter().enumerate() {
+            let cell_count = cell_count.load(Ordering::Relaxed);
+            if cell_count > 0 {
+                histogram.saturating_record_n(end_of(cell), cell_count);
+                count += cell_count;
+            }
+        }
+        let quantile = |quantile| seconds(histogram.value_at_quantile(quantile).min(longest));
         let total = seconds(self.nanoseconds.load(Ordering::Relaxed));
         #[expect(
             clippy::cast_precision_loss,
@@ -118,10 +160,10 @@ impl Latency {
         Summary {
             count,
             mean,
-            p50: quantile(500),
-            p90: quantile(900),
-            p99: quantile(990),
-            p999: quantile(999),
+            p50: quantile(0.5),
+            p90: quantile(0.9),
+            p99: quantile(0.99),
+            p999: quantile(0.999),
             max: seconds(longest),
         }
     }
@@ -164,6 +206,24 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn counts_below_bounds_are_those_of_the_durations(
+            durations in prop::collection::vec(0_u64..20_000_000_000, 0..200),
+        ) {
+            let latency = Latency::default();
+            for &nanoseconds in &durations {
+                latency.record(Duration::from_nanos(nanoseconds));
+            }
+            let bounds: Vec<_> = BUCKETS.to_vec();
+            for (bound, count) in bounds.iter().zip(latency.at_most(&bounds)) {
+                let bound = u64::try_from(bound.as_nanos()).unwrap();
+                let exact = |most: u64| durations.iter().filter(|&&each| each <= most).count() as u64;
+                // A duration in the cell that the bound cuts may be left out.
+                prop_assert!(count <= exact(bound));
+                prop_assert!(count >= exact(bound - bound / CELLS_PER_OCTAVE - 1));
+            }
+        }
+
         #[test]
         fn quantiles_are_those_of_the_sorted_durations(
             mut durations in prop::collection::vec(0_u64..4_000_000_000_000, 1..300),

@@ -41,6 +41,8 @@ pub mod maps;
 pub mod mode;
 pub mod plan;
 pub mod primes;
+pub mod probe;
+mod process;
 pub mod reader;
 mod reread;
 pub mod residency;

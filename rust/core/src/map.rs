@@ -235,41 +235,81 @@ impl Map {
     }
 }
 
-/// Copies `rows` into consecutive positions of `sink` from `first` on.
+/// Rows between the one that is copied and the one the processor is told of. Its own look-ahead ends
+/// a few rows on; with this, two threads gain 6 to 10 % of a large batch.
+pub(crate) const AHEAD: usize = 16;
+
+/// Of each row at most so many bytes are loaded ahead; the processor sees the pattern by then.
+const MOST_AHEAD: usize = 256;
+
+const CACHE_LINE: usize = 64;
+
+/// Stands for rows of a length that is not known when the code is compiled.
+pub(crate) const ANY: usize = 0;
+
+impl RowAddress<'_> {
+    /// Tells the processor that the row of `row_bytes` bytes will be copied soon.
+    #[inline(always)]
+    pub(crate) fn load_soon(self, row_bytes: usize) {
+        #[cfg(target_arch = "x86_64")]
+        for offset in (0..row_bytes.min(MOST_AHEAD)).step_by(CACHE_LINE) {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            // SAFETY: a prefetch is a hint that may name any address and never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.address.wrapping_add(offset).cast()) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = row_bytes;
+    }
+}
+
+/// Copies one row, of `BYTES` bytes unless that is [`ANY`], to `position`.
 ///
 /// Short rows are a few inlined moves. For longer ones a call of the C library's `memcpy` wins: it
 /// uses the widest registers the processor has, so a row that misses the cache occupies fewer load
 /// slots while it waits (39 against 44 ns per row of 160 bytes).
+#[inline(always)]
+pub(crate) fn copy_row_of<const BYTES: usize>(
+    row: RowAddress<'_>,
+    sink: &PlaneSink<'_>,
+    position: usize,
+) {
+    let bytes = if BYTES == ANY {
+        sink.row_bytes()
+    } else {
+        assert_eq!(sink.row_bytes(), BYTES);
+        BYTES
+    };
+    // SAFETY: `RowAddress` lies in live memory for as many bytes as it was made for, the sink's
+    // row length; `PlaneSink::row` is valid for that many writes; the caller's memory cannot
+    // overlap a file mapping that only engram knows, and is checked not to overlap a buffer.
+    unsafe { std::ptr::copy_nonoverlapping(row.address, sink.row(position), bytes) };
+}
+
+/// Copies `rows` into consecutive positions of `sink` from `first` on.
 #[inline]
 pub(crate) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
     match sink.row_bytes() {
-        8 => copy_fixed::<8>(rows, sink, first),
-        10 => copy_fixed::<10>(rows, sink, first),
-        80 => copy_fixed::<80>(rows, sink, first),
-        _ => {
-            for (index, row) in rows.iter().enumerate() {
-                copy_row(*row, sink, first + index);
-            }
-        }
+        8 => copy_rows_of::<8>(rows, sink, first),
+        10 => copy_rows_of::<10>(rows, sink, first),
+        80 => copy_rows_of::<80>(rows, sink, first),
+        _ => copy_rows_of::<ANY>(rows, sink, first),
     }
 }
 
 #[inline(always)]
-fn copy_fixed<const BYTES: usize>(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
-    assert_eq!(sink.row_bytes(), BYTES);
+fn copy_rows_of<const BYTES: usize>(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
     for (index, row) in rows.iter().enumerate() {
-        // SAFETY: `RowAddress` lies in live memory for as many bytes as it was made for, the sink's
-        // row length; `PlaneSink::row` is valid for that many writes; the caller's memory cannot
-        // overlap a file mapping that only engram knows, and is checked not to overlap a buffer.
-        unsafe { std::ptr::copy_nonoverlapping(row.address, sink.row(first + index), BYTES) };
+        if let Some(next) = rows.get(index + AHEAD) {
+            next.load_soon(sink.row_bytes());
+        }
+        copy_row_of::<BYTES>(*row, sink, first + index);
     }
 }
 
 /// Copies one row to `position`.
 #[inline]
 pub(crate) fn copy_row(row: RowAddress<'_>, sink: &PlaneSink<'_>, position: usize) {
-    // SAFETY: as in `copy_fixed`.
-    unsafe { std::ptr::copy_nonoverlapping(row.address, sink.row(position), sink.row_bytes()) };
+    copy_row_of::<ANY>(row, sink, position);
 }
 
 #[cfg(test)]

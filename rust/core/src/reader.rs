@@ -1,9 +1,12 @@
 //! A table opened for reading: its files, how they are read, and what that falls back to.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use arc_swap::ArcSwap;
 
 use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
 use crate::cuts::Cuts;
@@ -12,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::file::{Mapping, OpenFile};
 use crate::in_flight::InFlight;
 use crate::mode::{self, Io, Mode};
+use crate::process::PerProcess;
 use crate::stats::Stats;
 use crate::table::Table;
 use crate::threads;
@@ -86,7 +90,9 @@ pub struct Reader {
     stats: Stats,
     /// Sweeps left in which beliefs are verified before they are acted on.
     verify: AtomicU32,
-    late_fallbacks: Mutex<Vec<String>>,
+    late_fallbacks: ArcSwap<Vec<String>>,
+    /// Whether something has happened that belongs in a log.
+    news: AtomicBool,
     prefetches: Entrance,
     tickets: InFlight,
     closing: AtomicBool,
@@ -94,7 +100,7 @@ pub struct Reader {
     shadowed: Vec<Shadowed>,
     /// Compare every gathered row with a second read of it.
     checks_rows: bool,
-    digests: Mutex<Digests>,
+    digests: PerProcess<Mutex<Digests>>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -104,6 +110,8 @@ pub struct Located {
     pub table: Table,
     /// The files, as they were when their headers were read.
     pub files: Vec<CheckpointFile>,
+    /// The files that are open already, by the same numbers; may be shorter.
+    pub handles: Vec<Option<Arc<File>>>,
     /// Second copies of tensors in the checkpoint, which are never read.
     pub shadowed: Vec<Shadowed>,
 }
@@ -111,7 +119,7 @@ pub struct Located {
 impl Located {
     /// Finds `table` in the checkpoint at `path`.
     pub fn find(path: &Path, table: TableRef<'_>) -> Result<Self> {
-        let checkpoint = Checkpoint::open(path)?;
+        let checkpoint = Checkpoint::open_for_rows(path)?;
         let table = discover::select(&checkpoint, table)?;
         Ok(Self::new(&checkpoint, table))
     }
@@ -123,10 +131,12 @@ impl Located {
             .iter()
             .map(|&file| checkpoint.files[file].clone())
             .collect();
+        let handles = used.iter().map(|&file| checkpoint.handle(file)).collect();
         table.renumber_files(&used);
         Self {
             table,
             files,
+            handles,
             shadowed: checkpoint.shadowed.clone(),
         }
     }
@@ -174,6 +184,7 @@ impl Reader {
         let Located {
             table,
             files,
+            handles,
             shadowed,
         } = located;
         let mapping = match options.io {
@@ -183,11 +194,8 @@ impl Reader {
         };
         let random = options.advice != Advice::Normal;
         let count = files.len();
-        let files = files
-            .iter()
-            .map(|file| OpenFile::open(file, mapping, random))
-            .collect::<Result<Vec<_>>>()
-            .map_err(|error| match error {
+        let files =
+            OpenFile::open_all(&files, &handles, mapping, random).map_err(|error| match error {
                 Error::Io {
                     doing,
                     errno: errno @ libc::EMFILE,
@@ -219,14 +227,15 @@ impl Reader {
             trimmer: options.max_mapped_bytes.map(Trimmer::new),
             stats: Stats::default(),
             verify: AtomicU32::new(0),
-            late_fallbacks: Mutex::default(),
+            late_fallbacks: ArcSwap::default(),
+            news: AtomicBool::new(false),
             prefetches: Entrance::default(),
             tickets: InFlight::default(),
             closing: AtomicBool::new(false),
             options,
             shadowed,
             checks_rows: std::env::var_os("ENGRAM_VERIFY").is_some_and(|value| value == "1"),
-            digests: Mutex::default(),
+            digests: PerProcess::new(),
         })
     }
 
@@ -268,9 +277,11 @@ impl Reader {
     /// After `rows` rows were copied: gives page tables back if the cap asks for it.
     pub(crate) fn trim(&self, rows: u64) {
         if let Some(trimmer) = &self.trimmer {
-            self.stats
-                .bytes_trimmed
-                .add(trimmer.copied(rows, &self.files));
+            let trimmed = trimmer.copied(rows, &self.files);
+            if trimmed > 0 {
+                self.stats.bytes_trimmed.add(trimmed);
+                self.note_news();
+            }
         }
     }
 
@@ -290,7 +301,7 @@ impl Reader {
         self.checks_rows
     }
 
-    pub(crate) fn digests(&self) -> &Mutex<Digests> {
+    pub(crate) fn digests(&self) -> &PerProcess<Mutex<Digests>> {
         &self.digests
     }
 
@@ -314,10 +325,7 @@ impl Reader {
 
     /// Fallbacks taken at open and since.
     pub fn fallbacks(&self) -> Vec<String> {
-        let late = self
-            .late_fallbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let late = self.late_fallbacks.load();
         self.mode
             .fallbacks
             .iter()
@@ -327,13 +335,28 @@ impl Reader {
     }
 
     pub(crate) fn note_fallback(&self, text: String) {
-        let mut late = self
-            .late_fallbacks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if !late.contains(&text) {
-            late.push(text);
+        let before = self.late_fallbacks.rcu(|late| {
+            let mut late = Vec::clone(late);
+            if !late.contains(&text) {
+                late.push(text.clone());
+            }
+            late
+        });
+        if !before.contains(&text) {
+            self.note_news();
         }
+    }
+
+    /// Something has happened that belongs in a log.
+    pub(crate) fn note_news(&self) {
+        self.news.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a fallback was taken, rows were read again, or page tables were given back since this
+    /// was last asked. Costs a load of one byte when not.
+    #[inline]
+    pub fn take_news(&self) -> bool {
+        self.news.load(Ordering::Relaxed) && self.news.swap(false, Ordering::Relaxed)
     }
 
     /// Whether beliefs are to be checked with the kernel in this sweep.

@@ -3,6 +3,8 @@
 //! Two ways are independent as far as the machine allows: what came through the page cache is
 //! compared with what the device says, and what came straight from the device with the page cache.
 
+use std::ops::Range;
+
 use crate::buffer::HostBuffer;
 use crate::error::{Error, Result};
 use crate::file::OpenFile;
@@ -13,7 +15,21 @@ use crate::reader::Reader;
 pub(crate) struct Again {
     direct: bool,
     buffer: HostBuffer,
+    /// Which bytes of a file were read last, and where in the buffer they begin.
+    held: Held,
 }
+
+/// Bytes of a file that lie in a buffer.
+#[derive(Debug, Default)]
+struct Held {
+    /// Address of the file, 0 for none.
+    file: usize,
+    bytes: Range<u64>,
+    at: usize,
+}
+
+/// Most bytes read at once for rows that follow one another.
+const MOST_AHEAD: usize = 1 << 20;
 
 impl Again {
     /// For rows that `reader` serves.
@@ -22,6 +38,7 @@ impl Again {
             direct: reader.mode().direct.is_none()
                 && reader.files().iter().all(|file| file.direct().is_ok()),
             buffer: HostBuffer::new(1, false)?,
+            held: Held::default(),
         })
     }
 
@@ -30,8 +47,43 @@ impl Again {
         if self.direct { "direct" } else { "pread" }
     }
 
-    /// The `len` bytes at `offset` of `file`.
+    /// Reads as many of `rows` rows from `offset` of `file` on at once as is reasonable; whether that
+    /// went well. Where not, each row has to be read alone, so that the bad one is found.
+    pub(crate) fn hold(
+        &mut self,
+        file: &OpenFile,
+        offset: u64,
+        row_bytes: usize,
+        rows: u64,
+    ) -> bool {
+        let most = (MOST_AHEAD / row_bytes.max(1)).max(1);
+        let rows = usize::try_from(rows).map_or(most, |rows| rows.min(most));
+        self.load(file, offset, rows * row_bytes).is_ok()
+    }
+
+    /// The `len` bytes at `offset` of `file`, if they are among those held.
+    pub(crate) fn held(&mut self, file: &OpenFile, offset: u64, len: usize) -> Option<&[u8]> {
+        let held = &self.held;
+        if held.file != address(file)
+            || offset < held.bytes.start
+            || held.bytes.end < offset + len as u64
+        {
+            return None;
+        }
+        let at = held.at + usize::try_from(offset - held.bytes.start).ok()?;
+        Some(&self.buffer.as_mut_slice()[at..at + len])
+    }
+
+    /// The `len` bytes at `offset` of `file`, read anew.
     pub(crate) fn read(&mut self, file: &OpenFile, offset: u64, len: usize) -> Result<&[u8]> {
+        self.load(file, offset, len)?;
+        let at = self.held.at;
+        Ok(&self.buffer.as_mut_slice()[at..at + len])
+    }
+
+    /// Reads into the buffer, and notes what it holds.
+    fn load(&mut self, file: &OpenFile, offset: u64, len: usize) -> Result<()> {
+        self.held = Held::default();
         let alignment = match file.direct() {
             Ok(direct) if self.direct => direct.alignment(),
             _ => 1,
@@ -63,6 +115,15 @@ impl Again {
                 }
             }
         }
-        Ok(&self.buffer.as_mut_slice()[before..before + len])
+        self.held = Held {
+            file: address(file),
+            bytes: offset..offset + len as u64,
+            at: before,
+        };
+        Ok(())
     }
+}
+
+fn address(file: &OpenFile) -> usize {
+    std::ptr::from_ref(file).addr()
 }

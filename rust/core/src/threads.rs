@@ -5,56 +5,29 @@
 //! a lock inside them may have been held at the moment of the fork.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use arc_swap::ArcSwapOption;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::cgroup;
 use crate::error::{Error, Result};
-
-/// A value that each process makes for itself on first use.
-pub(crate) struct PerProcess<T> {
-    cell: ArcSwapOption<(u32, T)>,
-}
-
-impl<T> PerProcess<T> {
-    pub(crate) const fn new() -> Self {
-        Self {
-            cell: ArcSwapOption::const_empty(),
-        }
-    }
-
-    /// This process's value, made by `make` if there is none yet.
-    pub(crate) fn get(&self, make: impl FnOnce() -> Result<T>) -> Result<Arc<(u32, T)>> {
-        let process = std::process::id();
-        if let Some(value) = self.cell.load_full() {
-            if value.0 == process {
-                return Ok(value);
-            }
-            std::mem::forget(value);
-        }
-        let value = Arc::new((process, make()?));
-        if let Some(old) = self.cell.swap(Some(Arc::clone(&value))) {
-            // Another thread of this process was as fast: both values work, this one stays.
-            // One from before a fork must not run its destructor here.
-            if old.0 != process {
-                std::mem::forget(old);
-            }
-        }
-        Ok(value)
-    }
-}
+pub(crate) use crate::process::PerProcess;
 
 /// Threads this process may use at once: the smaller of its CPU affinity and its cgroup quotas,
 /// its own and those of every parent group, v1 and v2. At least 1.
 pub fn available() -> usize {
-    static AVAILABLE: OnceLock<usize> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| {
-        let affinity = std::thread::available_parallelism().map_or(1, usize::from);
-        affinity.min(cgroup::cpus()).max(1)
-    })
+    /// 0 until it was found out. Two threads may both find out; a lock could be held at a fork.
+    static AVAILABLE: AtomicUsize = AtomicUsize::new(0);
+    let known = AVAILABLE.load(Ordering::Relaxed);
+    if known > 0 {
+        return known;
+    }
+    let affinity = std::thread::available_parallelism().map_or(1, usize::from);
+    let available = affinity.min(cgroup::cpus()).max(1);
+    AVAILABLE.store(available, Ordering::Relaxed);
+    available
 }
 
 /// The pool that copies rows: one per process, as many threads as [`available`] says.

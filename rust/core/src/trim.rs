@@ -7,8 +7,10 @@
 
 use std::fs;
 use std::ops::Range;
-use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+use arc_swap::ArcSwap;
 
 use crate::file::OpenFile;
 
@@ -21,7 +23,11 @@ const MOST_PER_ROW: u64 = 2 << 20;
 /// Rows copied between two looks at the resident set, at least.
 const FEWEST_ROWS: i64 = 64;
 
-/// Caps the resident bytes of a reader's mappings.
+/// A file and some of its bytes.
+type Slice = (usize, Range<u64>);
+
+/// Caps the resident bytes of a reader's mappings. Without a lock: a fork while one was held would
+/// leave the child waiting for it for ever.
 #[derive(Debug)]
 pub(crate) struct Trimmer {
     limit: u64,
@@ -29,15 +35,10 @@ pub(crate) struct Trimmer {
     baseline: u64,
     /// Rows that may be copied before the next look.
     rows_left: AtomicI64,
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    file: usize,
-    offset: u64,
+    /// Where the next slice begins, all files taken as one.
+    next: AtomicU64,
     /// Ranges that a prewarm mapped; they are not given back.
-    kept: Vec<(usize, Range<u64>)>,
+    kept: ArcSwap<Vec<Slice>>,
 }
 
 impl Trimmer {
@@ -47,7 +48,8 @@ impl Trimmer {
             limit,
             baseline,
             rows_left: AtomicI64::new(FEWEST_ROWS),
-            state: Mutex::default(),
+            next: AtomicU64::new(0),
+            kept: ArcSwap::default(),
         }
     }
 
@@ -58,11 +60,16 @@ impl Trimmer {
 
     /// Notes that a prewarm mapped `bytes` of a file.
     pub(crate) fn keep(&self, file: usize, bytes: Range<u64>) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        match state.kept.last_mut() {
-            Some((last, kept)) if *last == file && kept.end == bytes.start => kept.end = bytes.end,
-            _ => state.kept.push((file, bytes)),
-        }
+        self.kept.rcu(|kept| {
+            let mut kept = Vec::clone(kept);
+            match kept.last_mut() {
+                Some((last, kept)) if *last == file && kept.end == bytes.start => {
+                    kept.end = bytes.end;
+                }
+                _ => kept.push((file, bytes.clone())),
+            }
+            kept
+        });
     }
 
     fn resident(&self) -> u64 {
@@ -79,14 +86,14 @@ impl Trimmer {
         let mut trimmed = 0;
         let mut resident = self.resident();
         if resident > self.limit {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let kept = self.kept.load();
             let total: u64 = files.iter().map(|file| file.len()).sum();
             let goal = self.limit / 4 * 3;
             let mut visited = 0;
             while resident > goal && visited < total {
-                let slice = state.next(files);
+                let slice = self.slice(files, total);
                 visited += slice.1.end - slice.1.start;
-                for part in state.outside_kept(&slice) {
+                for part in outside(&kept, &slice) {
                     trimmed += give_back(&files[slice.0], &part);
                 }
                 resident = self.resident();
@@ -97,36 +104,48 @@ impl Trimmer {
         self.rows_left.store(next, Ordering::Relaxed);
         trimmed
     }
+
+    /// The next slice in turn of the `total` bytes of all files, of which there are some.
+    fn slice(&self, files: &[Arc<OpenFile>], total: u64) -> Slice {
+        let lengths = || files.iter().map(|file| file.len());
+        let taken = self
+            .next
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |place| {
+                let (_, bytes) = slice_at(lengths(), place % total);
+                Some(place % total + (bytes.end - bytes.start))
+            })
+            .unwrap_or(0);
+        slice_at(lengths(), taken % total)
+    }
 }
 
-impl State {
-    /// The next slice in turn: a file and some of its bytes.
-    fn next(&mut self, files: &[Arc<OpenFile>]) -> (usize, Range<u64>) {
-        if self.offset >= files[self.file].len() {
-            self.file = (self.file + 1) % files.len();
-            self.offset = 0;
+/// The slice that begins at `place`, all files taken as one; it ends where its file does.
+fn slice_at(lengths: impl Iterator<Item = u64>, place: u64) -> Slice {
+    let mut start = place;
+    for (file, length) in lengths.enumerate() {
+        if start < length {
+            return (file, start..(start + SLICE).min(length));
         }
-        let start = self.offset;
-        self.offset = (start + SLICE).min(files[self.file].len());
-        (self.file, start..self.offset)
+        start -= length;
     }
+    (0, 0..0)
+}
 
-    /// What of `slice` no prewarm mapped.
-    fn outside_kept(&self, slice: &(usize, Range<u64>)) -> Vec<Range<u64>> {
-        let mut parts = vec![slice.1.clone()];
-        for (_, kept) in self.kept.iter().filter(|(file, _)| *file == slice.0) {
-            parts = parts
-                .into_iter()
-                .flat_map(|part| {
-                    let before = part.start..part.end.min(kept.start);
-                    let after = part.start.max(kept.end)..part.end;
-                    [before, after]
-                })
-                .filter(|part| part.start < part.end)
-                .collect();
-        }
-        parts
+/// What of `slice` no prewarm mapped.
+fn outside(kept: &[Slice], slice: &Slice) -> Vec<Range<u64>> {
+    let mut parts = vec![slice.1.clone()];
+    for (_, kept) in kept.iter().filter(|(file, _)| *file == slice.0) {
+        parts = parts
+            .into_iter()
+            .flat_map(|part| {
+                let before = part.start..part.end.min(kept.start);
+                let after = part.start.max(kept.end)..part.end;
+                [before, after]
+            })
+            .filter(|part| part.start < part.end)
+            .collect();
     }
+    parts
 }
 
 fn give_back(file: &OpenFile, bytes: &Range<u64>) -> u64 {
@@ -161,14 +180,25 @@ mod tests {
 
     #[test]
     fn prewarmed_ranges_are_left_out() {
-        let state = State {
-            kept: vec![(0, 10..20), (0, 30..40), (1, 0..100)],
-            ..State::default()
-        };
-        assert_eq!(state.outside_kept(&(0, 0..50)), [0..10, 20..30, 40..50]);
-        assert_eq!(state.outside_kept(&(0, 12..18)), []);
-        assert_eq!(state.outside_kept(&(1, 0..100)), []);
-        assert_eq!(state.outside_kept(&(2, 0..5)).first(), Some(&(0..5)));
+        let kept = [(0, 10..20), (0, 30..40), (1, 0..100)];
+        assert_eq!(outside(&kept, &(0, 0..50)), [0..10, 20..30, 40..50]);
+        assert_eq!(outside(&kept, &(0, 12..18)), []);
+        assert_eq!(outside(&kept, &(1, 0..100)), []);
+        assert_eq!(outside(&kept, &(2, 0..5)).first(), Some(&(0..5)));
+    }
+
+    #[test]
+    fn slices_go_round_all_files_and_end_with_each() {
+        let lengths = [SLICE + 5, 0, 7];
+        let total = lengths.iter().sum();
+        let mut place = 0;
+        let mut seen = Vec::new();
+        while place < total {
+            let slice = slice_at(lengths.into_iter(), place);
+            place += slice.1.end - slice.1.start;
+            seen.push(slice);
+        }
+        assert_eq!(seen, [(0, 0..SLICE), (0, SLICE..SLICE + 5), (2, 0..7)]);
     }
 
     #[test]

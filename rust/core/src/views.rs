@@ -88,6 +88,7 @@ pub fn locate(views: &[View], expected: Expectation<'_>, table: TableRef<'_>) ->
     Ok(Located {
         table,
         files: kept,
+        handles: Vec::new(),
         shadowed: Vec::new(),
     })
 }

@@ -11,6 +11,7 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use engram_core::buffer::{HostBuffer as CoreBuffer, NodePolicy, PlaneSink};
 use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
@@ -34,6 +35,12 @@ impl HostBuffer {
             memory: Arc::new(memory),
             nbytes,
         }
+    }
+
+    fn word(&self, py: Python<'_>, offset: usize) -> PyResult<&AtomicU32> {
+        self.memory
+            .word(offset)
+            .ok_or_else(|| value_error(py, "a word is four bytes at a multiple of four"))
     }
 }
 
@@ -88,6 +95,17 @@ impl HostBuffer {
             NodePolicy::Prefer
         };
         Ok(self.memory.place(&nodes, policy)?)
+    }
+
+    /// The word at `offset`, as it is now.
+    fn load_word(&self, py: Python<'_>, offset: usize) -> PyResult<u32> {
+        Ok(self.word(py, offset)?.load(Ordering::SeqCst))
+    }
+
+    /// Sets the word at `offset`. Whoever sees the new value sees all that was written before.
+    fn store_word(&self, py: Python<'_>, offset: usize, value: u32) -> PyResult<()> {
+        self.word(py, offset)?.store(value, Ordering::SeqCst);
+        Ok(())
     }
 
     #[getter]

@@ -14,12 +14,14 @@ use engram_core::ticket::drain;
 use engram_core::{verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use smallvec::SmallVec;
 
 use crate::buffer::{Ids, Output};
 use crate::errors::{OrRaise as _, value_error};
 use crate::gate::{Entered, Gate};
 use crate::hash::{Inputs, NgramHash, threads_for};
 use crate::interrupts::Interrupts;
+use crate::news;
 use crate::table;
 
 /// `table` as Python passes it: a name, a place in layer order, or None for the only one.
@@ -155,28 +157,29 @@ impl Reader {
     /// Gathers rows into one buffer of shape `[*ids.shape, row]`, planes of a row side by side.
     #[pyo3(signature = (ids, out, pad_id = None, timeout = None))]
     fn gather(
-        &self,
-        py: Python<'_>,
+        this: &Bound<'_, Self>,
         ids: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
         pad_id: Option<i64>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
+        let py = this.py();
+        let own = this.get();
         let ids = Ids::new(ids)?;
         let out = Output::new(out)?;
         let interrupts = Interrupts::new(py, timeout)?;
-        let row_bytes = self.plane_bytes.iter().sum();
+        let row_bytes = own.plane_bytes.iter().sum();
         out.require_shape(&ids, row_bytes)?;
         let mut flat = IDS.take();
         flat.clear();
         ids.append_to(py, &mut flat);
         let mut offset = 0;
         let mut sinks = engram_core::gather::Sinks::new();
-        for &bytes in &self.plane_bytes {
+        for &bytes in &own.plane_bytes {
             sinks.push(out.sink(py, offset, row_bytes, bytes, flat.len())?);
             offset += bytes;
         }
-        let entered = self.enter(py)?;
+        let entered = own.enter(py)?;
         let request = Request {
             reader: &entered,
             ids: &flat,
@@ -184,10 +187,12 @@ impl Reader {
             pad_id,
         };
         let outcome = py.detach(|| interrupts.run(|control| gather(&[request], control)));
+        let news = news::of(&entered);
         drop(entered);
         IDS.replace(flat);
+        let told = news::tell(this.as_any(), news);
         interrupts.raise(py, outcome)?;
-        Ok(())
+        told
     }
 
     /// What it fell back from at open and since.
@@ -196,8 +201,14 @@ impl Reader {
     }
 
     /// What runs, what it fell back from, counters and latencies.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let collected = self.with(py, |reader| Ok(crate::stats::collect(reader)))?;
+    fn stats<'py>(this: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let py = this.py();
+        let entered = this.get().enter(py)?;
+        let reader = &*entered;
+        let collected = py.detach(|| crate::stats::collect(reader));
+        let news = news::of(reader);
+        drop(entered);
+        news::tell(this.as_any(), news)?;
         collected.into_dict(py)
     }
 
@@ -298,6 +309,12 @@ impl Reader {
         crate::verification::into_dict(py, &found)
     }
 
+    /// Name of what runs.
+    #[getter]
+    fn runs(&self, py: Python<'_>) -> PyResult<String> {
+        self.with(py, |reader| Ok(reader.mode().name()))
+    }
+
     #[getter]
     fn is_closed(&self, py: Python<'_>) -> bool {
         self.reader.is_closed(py)
@@ -358,9 +375,14 @@ pub(crate) fn gather_many(
     }
     let outcome = py.detach(|| interrupts.run(|control| gather(&prepared, control)));
     drop(prepared);
+    let news: SmallVec<[_; 4]> = entered.iter().map(|entered| news::of(entered)).collect();
     drop(entered);
+    let mut told = Ok(());
+    for ((reader, ..), news) in requests.iter().zip(news) {
+        told = told.and(news::tell(reader.as_any(), news));
+    }
     interrupts.raise(py, outcome)?;
-    Ok(())
+    told
 }
 
 /// Hashes a step's tokens and gathers the rows of their ids, which never leave this side.
@@ -375,13 +397,14 @@ pub(crate) fn gather_many(
 pub(crate) fn gather_tokens(
     py: Python<'_>,
     hash: &NgramHash,
-    reader: &Reader,
+    this: &Bound<'_, Reader>,
     tokens: &Bound<'_, PyAny>,
     query_start_loc: Option<&Bound<'_, PyAny>>,
     context: Option<&Bound<'_, PyAny>>,
     planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
     pad_id: Option<i64>,
 ) -> PyResult<()> {
+    let reader = this.get();
     reader.require_planes(py, planes.len())?;
     let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
     let step = inputs.step(hash.core().context_len()).or_raise(py)?;
@@ -397,24 +420,25 @@ pub(crate) fn gather_tokens(
     }
     let interrupts = Interrupts::new(py, None)?;
     let entered = reader.enter(py)?;
-    let reader = &*entered;
     let mut ids = IDS.take();
     ids.clear();
     ids.resize(count, 0);
     let outcome = py.detach(|| {
         hash.core().ids(&step, &mut ids, threads_for(count))?;
         let request = Request {
-            reader,
+            reader: &entered,
             ids: &ids,
             sinks,
             pad_id,
         };
         interrupts.run(|control| gather(&[request], control))
     });
+    let news = news::of(&entered);
     drop(entered);
     IDS.replace(ids);
+    let told = news::tell(this.as_any(), news);
     interrupts.raise(py, outcome)?;
-    Ok(())
+    told
 }
 
 /// Drops the page cache of `paths`; returns the bytes that stayed resident all the same.

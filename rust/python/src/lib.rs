@@ -7,12 +7,14 @@
 #[cfg(feature = "bench")]
 mod bench;
 mod buffer;
+mod diagnosis;
 mod errors;
 mod gate;
 mod gather;
 mod hash;
 mod hosted;
 mod interrupts;
+mod news;
 mod stats;
 mod step;
 mod table;
@@ -30,6 +32,8 @@ mod _engram {
     use crate::bench::{bench_copy, bench_uring};
     #[pymodule_export]
     use crate::buffer::HostBuffer;
+    #[pymodule_export]
+    use crate::diagnosis::{random_reads, ring_refusal, survey};
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]

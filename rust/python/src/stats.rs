@@ -1,6 +1,6 @@
 //! Counters and latencies as a dictionary.
 
-use engram_core::latency::Summary;
+use engram_core::latency::{BUCKETS, Latency, Summary};
 use engram_core::reader::Reader;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -14,7 +14,7 @@ pub(crate) struct Snapshot {
     fallbacks: Vec<String>,
     threads: usize,
     counters: Vec<(&'static str, u64)>,
-    latencies: [(&'static str, Summary); 4],
+    latencies: [(&'static str, Summary, Vec<u64>); 4],
 }
 
 pub(crate) fn collect(reader: &Reader) -> Snapshot {
@@ -56,12 +56,16 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
             ("bytes_trimmed", stats.bytes_trimmed.get()),
         ],
         latencies: [
-            ("plan", stats.plan.summary()),
-            ("copy", stats.copy.summary()),
-            ("fetch", stats.fetch.summary()),
-            ("call", stats.call.summary()),
+            distribution("plan", &stats.plan),
+            distribution("copy", &stats.copy),
+            distribution("fetch", &stats.fetch),
+            distribution("call", &stats.call),
         ],
     }
+}
+
+fn distribution(name: &'static str, latency: &Latency) -> (&'static str, Summary, Vec<u64>) {
+    (name, latency.summary(), latency.at_most(&BUCKETS))
 }
 
 impl Snapshot {
@@ -79,7 +83,7 @@ impl Snapshot {
             dict.set_item(name, value)?;
         }
         let seconds = PyDict::new(py);
-        for (name, summary) in self.latencies {
+        for (name, summary, counts) in self.latencies {
             let item = PyDict::new(py);
             item.set_item("count", summary.count)?;
             item.set_item("mean", summary.mean)?;
@@ -88,6 +92,9 @@ impl Snapshot {
             item.set_item("p99", summary.p99)?;
             item.set_item("p999", summary.p999)?;
             item.set_item("max", summary.max)?;
+            let bounds = BUCKETS.iter().map(std::time::Duration::as_secs_f64);
+            let buckets: Vec<_> = bounds.zip(counts).collect();
+            item.set_item("buckets", buckets)?;
             seconds.set_item(name, item)?;
         }
         dict.set_item("seconds", seconds)?;

@@ -17,6 +17,7 @@ use crate::gate::Entered;
 use crate::gather::Reader;
 use crate::hash::{NgramHash, threads_for};
 use crate::interrupts::Interrupts;
+use crate::news;
 
 /// One table: its hash, itself, where the rows of each plane go, and the id of a row of zeros.
 struct Lane {
@@ -190,9 +191,15 @@ impl StepGather {
             .map(|lane| lane.reader.get().enter(py))
             .collect::<PyResult<SmallVec<[_; 4]>>>()?;
         let outcome = py.detach(|| self.gather(&entered, sinks, &step, ids, &interrupts));
+        let news: SmallVec<[_; 4]> = entered.iter().map(|entered| news::of(entered)).collect();
         drop(entered);
+        drop(kept);
+        let mut told = Ok(());
+        for (lane, news) in self.lanes.iter().zip(news) {
+            told = told.and(news::tell(lane.reader.bind(py).as_any(), news));
+        }
         interrupts.raise(py, outcome)?;
-        Ok(owned)
+        told.map(|()| owned)
     }
 }
 

@@ -6,8 +6,9 @@ use engram_core::checkpoint::Checkpoint;
 use engram_core::discover;
 use engram_core::reader::Located;
 use engram_core::table::{Table, dtype_name};
+use pyo3::IntoPyObjectExt as _;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyString};
 
 use crate::errors::OrRaise as _;
 
@@ -49,6 +50,10 @@ pub(crate) fn describe<'py>(
         constants.set_item(&constant.name, constant.value)?;
     }
     dict.set_item("constants", constants)?;
+    let files: Vec<Bound<'py, PyAny>> = files
+        .iter()
+        .map(|file| file.as_os_str().into_bound_py_any(py))
+        .collect::<PyResult<_>>()?;
     let planes = PyList::empty(py);
     for plane in &table.planes {
         let item = PyDict::new(py);
@@ -61,8 +66,8 @@ pub(crate) fn describe<'py>(
             .iter()
             .map(|piece| {
                 (
-                    &piece.tensor,
-                    piece.file,
+                    PyString::new(py, &piece.tensor),
+                    &files[piece.file],
                     piece.offset,
                     piece.first_row,
                     piece.rows,
@@ -73,13 +78,7 @@ pub(crate) fn describe<'py>(
         planes.append(item)?;
     }
     dict.set_item("planes", planes)?;
-    dict.set_item(
-        "files",
-        files
-            .iter()
-            .map(|file| file.as_os_str())
-            .collect::<Vec<_>>(),
-    )?;
+    dict.set_item("files", files)?;
     Ok(dict)
 }
 

@@ -15,6 +15,7 @@ use crate::buffer::{HostBuffer, Ids, Output};
 use crate::errors::{OrRaise as _, to_py, value_error};
 use crate::gather::Reader;
 use crate::interrupts::Interrupts;
+use crate::news;
 
 /// Where the rows of one plane go: memory, offset, stride, bytes of a row, rows.
 type Place = (Output, usize, usize, usize, usize);
@@ -68,10 +69,10 @@ pub(crate) fn submit(
     for (reader, ids, planes, pad_id) in requests {
         let mut flat = Vec::new();
         Ids::new(&ids)?.append_to(py, &mut flat);
-        let reader = reader.get();
+        let own = reader.get();
         if let Some(planes) = planes {
-            let plane_bytes = reader.plane_bytes();
-            reader.require_planes(py, planes.len())?;
+            let plane_bytes = own.plane_bytes();
+            own.require_planes(py, planes.len())?;
             for ((out, offset, stride), &row_bytes) in planes.iter().zip(plane_bytes) {
                 let out = Output::new(out)?;
                 // Refused here rather than by the wait.
@@ -79,7 +80,11 @@ pub(crate) fn submit(
                 places.push((out, *offset, *stride, row_bytes, flat.len()));
             }
         }
-        orders.push(reader.with(py, |reader| Ok(Order::new(reader, flat, pad_id)))?);
+        let (order, news) = own.with(py, |reader| {
+            Ok((Order::new(reader, flat, pad_id), news::of(reader)))
+        })?;
+        orders.push(order);
+        news::tell(reader.as_any(), news)?;
     }
     let ticket = CoreTicket::submit(orders, deadline, given > 0).or_raise(py)?;
     let target = if given > 0 {

@@ -1,3 +1,5 @@
+use std::sync::atomic::Ordering;
+
 use super::*;
 
 #[test]
@@ -88,4 +90,16 @@ fn files_that_are_too_short_are_refused() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("a file of 100 bytes"), "{error}");
+}
+
+#[test]
+fn words_are_aligned_and_inside() {
+    let mut buffer = HostBuffer::new(10, false).unwrap();
+    let held = buffer.len();
+    buffer.word(4).unwrap().store(0x0403_0201, Ordering::SeqCst);
+    assert_eq!(buffer.word(4).unwrap().load(Ordering::SeqCst), 0x0403_0201);
+    assert_eq!(buffer.as_mut_slice()[3..9], [0, 1, 2, 3, 4, 0]);
+    for offset in [1, 2, held - 3, held, usize::MAX] {
+        assert!(buffer.word(offset).is_none(), "{offset}");
+    }
 }

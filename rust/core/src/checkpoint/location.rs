@@ -1,8 +1,8 @@
 //! Which files a path stands for: directory listings, symbolic links and names from an index.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
-use std::ffi::OsStr;
+use std::cell::OnceCell;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
@@ -132,6 +132,14 @@ pub(super) struct Directory {
     resolved: PathBuf,
     /// Where the files are if this is a snapshot in a hub cache.
     blobs: Option<PathBuf>,
+    entries: OnceCell<Vec<Entry>>,
+}
+
+/// A name in a directory.
+struct Entry {
+    name: OsString,
+    /// Whether the listing itself says that it is a regular file: no link, nothing to ask about.
+    regular: bool,
 }
 
 impl Directory {
@@ -146,6 +154,7 @@ impl Directory {
             path: path.to_owned(),
             resolved,
             blobs,
+            entries: OnceCell::new(),
         })
     }
 
@@ -154,19 +163,40 @@ impl Directory {
         &self.path
     }
 
-    /// Names in the directory that `keep` accepts, sorted; hidden ones are left out (among them the
+    /// What the directory lists, once, sorted by name; hidden names are left out (among them the
     /// `._*` companions that some systems write beside each file).
-    fn names(&self, keep: impl Fn(&OsStr) -> bool) -> Result<Vec<PathBuf>> {
+    fn entries(&self) -> Result<&[Entry]> {
+        if let Some(entries) = self.entries.get() {
+            return Ok(entries);
+        }
         let fail = |error: std::io::Error| Error::io("cannot list directory", &error, &self.path);
-        let mut names = Vec::new();
+        let mut entries = Vec::new();
         for entry in fs::read_dir(&self.path).map_err(fail)? {
-            let name = entry.map_err(fail)?.file_name();
-            if !name.as_bytes().starts_with(b".") && keep(&name) {
-                names.push(PathBuf::from(name));
+            let entry = entry.map_err(fail)?;
+            let name = entry.file_name();
+            if !name.as_bytes().starts_with(b".") {
+                let regular = entry.file_type().is_ok_and(|kind| kind.is_file());
+                entries.push(Entry { name, regular });
             }
         }
-        names.sort_unstable();
-        Ok(names)
+        entries.sort_unstable_by(|left, right| left.name.cmp(&right.name));
+        Ok(self.entries.get_or_init(|| entries))
+    }
+
+    /// Names in the directory that `keep` accepts, sorted.
+    fn names(&self, keep: impl Fn(&OsStr) -> bool) -> Result<Vec<PathBuf>> {
+        let entries = self.entries()?.iter();
+        let kept = entries.filter(|entry| keep(&entry.name));
+        Ok(kept.map(|entry| PathBuf::from(&entry.name)).collect())
+    }
+
+    /// Whether the listing says that `name` is a regular file right in the directory.
+    fn lists_regular(&self, name: &Path) -> bool {
+        self.entries().is_ok_and(|entries| {
+            entries
+                .binary_search_by(|entry| entry.name.as_os_str().cmp(name.as_os_str()))
+                .is_ok_and(|place| entries[place].regular)
+        })
     }
 
     /// The index of this directory, where there is one.
@@ -192,14 +222,21 @@ impl Directory {
         Ok(names.pop().map(|name| self.path.join(name)))
     }
 
-    /// Every safetensors file of the directory but the `known` ones; sub-directories are not
-    /// searched.
-    pub(super) fn safetensors_files(&self, known: &HashSet<&Path>) -> Result<Vec<Found>> {
+    /// Names of every safetensors file of the directory, sorted.
+    pub(super) fn safetensors_names(&self) -> Result<Vec<PathBuf>> {
+        let suffix = Some(OsStr::new("safetensors"));
+        self.names(|name| Path::new(name).extension() == suffix)
+    }
+
+    /// Every safetensors file of the directory but those whose names are known; sub-directories are
+    /// not searched.
+    pub(super) fn safetensors_files(
+        &self,
+        is_known: impl Fn(&OsStr) -> bool,
+    ) -> Result<Vec<Found>> {
         let mut found = Vec::new();
-        for name in
-            self.names(|name| Path::new(name).extension() == Some(OsStr::new("safetensors")))?
-        {
-            if known.contains(self.path.join(&name).as_path()) {
+        for name in self.safetensors_names()? {
+            if is_known(name.as_os_str()) {
                 continue;
             }
             match self.locate(&name)? {
@@ -266,8 +303,15 @@ impl Directory {
     }
 
     /// Follows the links of one file below the directory.
-    fn locate(&self, relative: &Path) -> Result<Located> {
+    pub(super) fn locate(&self, relative: &Path) -> Result<Located> {
         let path = self.path.join(relative);
+        if self.lists_regular(relative) {
+            return Ok(Located::File(Found {
+                path,
+                resolved: self.resolved.join(relative),
+                beside_index: true,
+            }));
+        }
         let status = match fs::symlink_metadata(&path) {
             Ok(status) => status,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Located::Absent),
@@ -333,7 +377,8 @@ impl Directory {
     }
 }
 
-enum Located {
+/// What is at a name in a checkpoint directory.
+pub(super) enum Located {
     File(Found),
     Directory,
     Dangling(PathBuf),
@@ -341,7 +386,7 @@ enum Located {
 }
 
 /// A file name from an index as a path below its directory, or what is wrong with it.
-fn relative(name: &str) -> std::result::Result<PathBuf, &'static str> {
+pub(super) fn relative(name: &str) -> std::result::Result<PathBuf, &'static str> {
     if name.contains('\\') {
         return Err("contains a backslash");
     }

@@ -11,6 +11,9 @@ use super::Listing;
 /// Every this many records the whole name is written, so that a search can start there.
 const RESTART: usize = 16;
 
+/// So many kinds are found faster by looking through them than by hashing.
+const FEW_KINDS: usize = 8;
+
 /// Where a tensor lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Record {
@@ -132,13 +135,27 @@ impl Cursor<'_> {
 pub(super) struct Packer {
     packed: Packed,
     last: String,
-    /// Numbers of the kinds so far, by shape.
+    /// Numbers of the kinds so far, by shape; empty while they are few.
     numbers: HashMap<Box<[u64]>, Vec<(Dtype, usize)>>,
 }
 
 impl Packer {
     /// The number of a dtype and shape.
     pub(super) fn kind(&mut self, dtype: Dtype, shape: &[u64]) -> usize {
+        let kinds = &mut self.packed.kinds;
+        if kinds.len() < FEW_KINDS {
+            let same = |(other, known): &(Dtype, Box<[u64]>)| *other == dtype && **known == *shape;
+            return kinds.iter().position(same).unwrap_or_else(|| {
+                kinds.push((dtype, shape.into()));
+                kinds.len() - 1
+            });
+        }
+        if self.numbers.is_empty() {
+            for (number, (dtype, shape)) in kinds.iter().enumerate() {
+                let alike = self.numbers.entry(shape.clone()).or_default();
+                alike.push((*dtype, number));
+            }
+        }
         let known = self.numbers.get(shape).and_then(|kinds| {
             let same = kinds.iter().find(|(other, _)| *other == dtype);
             same.map(|(_, number)| *number)

@@ -1,11 +1,12 @@
 //! Bytes of a checkpoint's files: headers at opening, small tensors and configuration later.
-//! Every file is opened for one purpose and closed again.
+//! Every file is opened for one purpose and closed again, unless its rows are wanted next.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
@@ -41,6 +42,8 @@ const PREFIX: usize = 8;
 pub(super) struct Contents {
     pub(super) pack: Packed,
     pub(super) metadata: Option<HashMap<String, String>>,
+    /// The file itself, where it was to stay open.
+    pub(super) handle: Option<Arc<File>>,
 }
 
 /// Opens a regular file read-only; never waits for the other end of a pipe.
@@ -67,8 +70,31 @@ fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
 }
 
 /// Reads the headers of all files, on a few threads when there are many; results and the first
-/// error are those of reading them in order.
-pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
+/// error are those of reading them in order. With `keep` the files stay open, unless that is more
+/// than the process may hold.
+pub(super) fn headers(
+    found: Vec<Found>,
+    keep: bool,
+) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
+    let read = match read_headers(&found, keep) {
+        Err(Error::Io { errno, .. }) if keep && errno == libc::EMFILE => {
+            read_headers(&found, false)
+        }
+        result => result,
+    }?;
+    let files = found.into_iter().zip(read);
+    let files = files.map(|(found, (identity, content))| {
+        let file = CheckpointFile {
+            path: found.path,
+            resolved: found.resolved,
+            identity,
+        };
+        (file, content)
+    });
+    Ok(files.unzip())
+}
+
+fn read_headers(found: &[Found], keep: bool) -> Result<Vec<(Identity, Contents)>> {
     let wanted = found.len().div_ceil(FILES_PER_THREAD).min(MAX_THREADS);
     let threads = if wanted > 1 {
         thread::available_parallelism().map_or(1, |cores| wanted.min(cores.get()))
@@ -84,7 +110,7 @@ pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Conte
             let Some(file) = found.get(number) else {
                 return done;
             };
-            let result = header_of(file, number, &mut buffer);
+            let result = header_of(file, number, keep, &mut buffer);
             let failed = result.is_err();
             done.push((number, result));
             if failed {
@@ -109,22 +135,16 @@ pub(super) fn headers(found: &[Found]) -> Result<(Vec<CheckpointFile>, Vec<Conte
     });
     results.sort_unstable_by_key(|&(number, _)| number);
 
-    let mut files = Vec::with_capacity(found.len());
-    let mut contents = Vec::with_capacity(found.len());
-    for (number, result) in results {
-        let (identity, content) = result?;
-        files.push(CheckpointFile {
-            path: found[number].path.clone(),
-            resolved: found[number].resolved.clone(),
-            identity,
-        });
-        contents.push(content);
-    }
-    Ok((files, contents))
+    results.into_iter().map(|(_, result)| result).collect()
 }
 
-fn header_of(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
-    read_header(file, number, buffer).map_err(|error| match error {
+fn header_of(
+    file: &Found,
+    number: usize,
+    keep: bool,
+    buffer: &mut Vec<u8>,
+) -> Result<(Identity, Contents)> {
+    read_header(file, number, keep, buffer).map_err(|error| match error {
         Error::Checkpoint { message, place } if file.beside_index => Error::Checkpoint {
             message: format!(
                 "{message} (the index does not name this file: if it is no part of the \
@@ -136,7 +156,12 @@ fn header_of(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Ident
     })
 }
 
-fn read_header(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Identity, Contents)> {
+fn read_header(
+    file: &Found,
+    number: usize,
+    keep: bool,
+    buffer: &mut Vec<u8>,
+) -> Result<(Identity, Contents)> {
     let path = &file.path;
     let (handle, identity) = open(&file.resolved, "cannot open")?;
     if identity.len < header::LENGTH_BYTES {
@@ -168,7 +193,61 @@ fn read_header(file: &Found, number: usize, buffer: &mut Vec<u8>) -> Result<(Ide
         entries
     });
     let pack = catalogue::pack(&header.tensors, number);
-    Ok((identity, Contents { pack, metadata }))
+    let handle = keep.then(|| Arc::new(handle));
+    let contents = Contents {
+        pack,
+        metadata,
+        handle,
+    };
+    Ok((identity, contents))
+}
+
+/// What a file that was refused says of its own size.
+pub(super) struct Promise {
+    /// Bytes it should have; at least so many where the header is cut off.
+    pub(super) expected: u64,
+    /// Bytes it has.
+    pub(super) found: u64,
+    /// Bytes of tensors in it, where the header is whole.
+    pub(super) data: Option<u64>,
+}
+
+/// What a file's header says of its size; nothing else in it is believed.
+pub(super) fn promise(path: &Path) -> Option<Promise> {
+    #[derive(serde::Deserialize)]
+    struct Tensor {
+        data_offsets: (u64, u64),
+    }
+    let (handle, identity) = open(path, "cannot open").ok()?;
+    let mut first8 = [0; PREFIX];
+    handle.read_exact_at(&mut first8, 0).ok()?;
+    let length = u64::from_le_bytes(first8);
+    if !(1..=header::MAX_HEADER_BYTES).contains(&length) {
+        return None;
+    }
+    let data = header::LENGTH_BYTES + length;
+    if identity.len < data {
+        return Some(Promise {
+            expected: data,
+            found: identity.len,
+            data: None,
+        });
+    }
+    let mut text = vec![0; usize::try_from(length).ok()?];
+    handle.read_exact_at(&mut text, header::LENGTH_BYTES).ok()?;
+    let entries: HashMap<String, Value> = serde_json::from_slice(&text).ok()?;
+    let end = entries
+        .into_iter()
+        .filter(|(name, _)| name != "__metadata__")
+        .filter_map(|(_, entry)| serde_json::from_value::<Tensor>(entry).ok())
+        .map(|tensor| tensor.data_offsets.1)
+        .max()
+        .unwrap_or(0);
+    Some(Promise {
+        expected: data.checked_add(end)?,
+        found: identity.len,
+        data: Some(end),
+    })
 }
 
 fn read_failure(error: &std::io::Error, path: &Path, offset: u64) -> Error {

@@ -2,7 +2,13 @@
 use std::fs::File;
 use std::io::Write as _;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::channel;
+use std::sync::{Mutex, PoisonError};
 
+use libc::{c_void, sigaction, siginfo_t};
+
+use super::handlers::on_top;
+use super::handlers::{BELOW, DEFAULT, TOP, action};
 use super::*;
 use crate::buffer::PlaneSink;
 use crate::map::{Map, copy_row};
@@ -201,4 +207,52 @@ fn handlers_installed_later_are_passed_what_is_not_ours() {
     ));
     put_on_top(first.sa_sigaction, first.sa_flags);
     on_top().unwrap();
+}
+
+/// Forks and runs `work` in the child; whether it ended well and in time.
+fn forked(work: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child calls nothing that needs other threads, which is what is tested, and ends
+    // without returning; a child that hangs is ended by its alarm.
+    unsafe {
+        let child = libc::fork();
+        assert!(child >= 0);
+        if child == 0 {
+            libc::alarm(20);
+            libc::_exit(i32::from(!work()));
+        }
+        let mut status = 0;
+        assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
+        libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0
+    }
+}
+
+#[test]
+fn a_child_maps_although_a_thread_was_changing_slots_at_the_fork() {
+    let _alone = alone();
+    let (inside, is_inside) = channel();
+    let (go, gone) = channel::<()>();
+    let thread = std::thread::spawn(move || {
+        changing(|| {
+            // Half way through taking a slot.
+            let slot = Slot::leak();
+            slot.version.fetch_add(1, Ordering::SeqCst);
+            slot.start.store(page(), Ordering::SeqCst);
+            inside.send(()).unwrap();
+            gone.recv().unwrap();
+            slot.change(0, 0, -1);
+            slot.version.fetch_add(1, Ordering::SeqCst);
+        });
+    });
+    is_inside.recv().unwrap();
+    let well = forked(|| {
+        let (start, len) = (page() * 4, page());
+        let registered = Registered::new(start, len, -1).unwrap();
+        let even = slots().all(|slot| slot.version.load(Ordering::SeqCst).is_multiple_of(2));
+        let known = registered.0.range() == Some((start, len));
+        drop(registered);
+        even && known && slots().all(|slot| slot.start.load(Ordering::SeqCst) != page())
+    });
+    go.send(()).unwrap();
+    thread.join().unwrap();
+    assert!(well);
 }

@@ -130,15 +130,41 @@ impl Fetch for Pool {
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Cost> {
+        Narrow(DEPTH).fetch(batch, done, idle)
+    }
+}
+
+/// The same with at most this many threads.
+#[derive(Debug)]
+pub struct Narrow(pub usize);
+
+impl Fetch for Narrow {
+    fn fetch(
+        &mut self,
+        batch: &Batch<'_>,
+        done: &mut dyn FnMut(usize, &[u8]),
+        idle: &mut dyn FnMut() -> bool,
+    ) -> Result<Cost> {
         let source = Files {
             files: batch.files.to_vec(),
             direct: batch.direct,
         };
-        fetch_from(Box::new(source), batch, done, idle)
+        fetch_with(self.0, Box::new(source), batch, done, idle)
     }
 }
 
+#[cfg(test)]
 pub(crate) fn fetch_from(
+    source: Box<dyn ReadAt>,
+    batch: &Batch<'_>,
+    done: &mut dyn FnMut(usize, &[u8]),
+    idle: &mut dyn FnMut() -> bool,
+) -> Result<Cost> {
+    fetch_with(DEPTH, source, batch, done, idle)
+}
+
+fn fetch_with(
+    most: usize,
     source: Box<dyn ReadAt>,
     batch: &Batch<'_>,
     done: &mut dyn FnMut(usize, &[u8]),
@@ -163,7 +189,7 @@ pub(crate) fn fetch_from(
         slot_bytes,
     });
     let (sender, deliveries) = channel();
-    let threads = batch.reads.len().min(DEPTH);
+    let threads = batch.reads.len().min(most.clamp(1, DEPTH));
     let mut started = 0;
     for _ in 0..threads {
         let (work, sender) = (Arc::clone(&work), sender.clone());

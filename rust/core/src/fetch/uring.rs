@@ -210,6 +210,7 @@ impl Ring {
         batch: &Batch<'_>,
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
+        depth: usize,
     ) -> Result<Cost> {
         let longest = batch
             .reads
@@ -224,7 +225,7 @@ impl Ring {
         let mut busy = true;
         let mut checked = Instant::now();
         while left > 0 {
-            while next < batch.reads.len() {
+            while next < batch.reads.len() && self.in_flight < depth {
                 let Some(slot) = self.free.pop() else { break };
                 let expected = batch.expected(&batch.reads[next]);
                 self.slots[slot as usize] = Slot {
@@ -351,11 +352,24 @@ pub fn probe() -> io::Result<()> {
 
 /// A ring for one batch; afterwards it goes back to the process, once the kernel is done with it.
 #[derive(Debug)]
-pub struct Uring(Option<Ring>);
+pub struct Uring {
+    ring: Option<Ring>,
+    depth: usize,
+}
+
+impl Uring {
+    /// Keeps `depth` reads in flight at most, where a ring has room for more.
+    pub fn with_depth(ring: Ring, depth: usize) -> Self {
+        Self {
+            ring: Some(ring),
+            depth: depth.max(1),
+        }
+    }
+}
 
 impl From<Ring> for Uring {
     fn from(ring: Ring) -> Self {
-        Self(Some(ring))
+        Self::with_depth(ring, DEPTH as usize)
     }
 }
 
@@ -366,7 +380,7 @@ impl Fetch for Uring {
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Cost> {
-        let mut ring = match self.0.take() {
+        let mut ring = match self.ring.take() {
             Some(ring) => ring,
             None => acquire().map_err(|error| Error::Io {
                 doing: "cannot make a ring".to_owned(),
@@ -374,7 +388,7 @@ impl Fetch for Uring {
                 place: Box::default(),
             })?,
         };
-        let outcome = ring.drive(batch, done, idle);
+        let outcome = ring.drive(batch, done, idle, self.depth);
         if ring.in_flight == 0 {
             keep(ring);
         } else if ring.flush() {

@@ -17,8 +17,11 @@ use crate::plan::{Coalesce, Plan, Read, Want};
 use crate::reader::Reader;
 use crate::threads;
 
-/// Missing rows sampled before the kernel is asked about all of them.
-const SAMPLE: usize = 32;
+/// Missing rows sampled before the kernel is asked about all of them: one in [`SPARSE`], within these
+/// bounds. Asking about each of 16 cold rows would take a twentieth of the time of reading them.
+const FEWEST_SAMPLED: usize = 4;
+const MOST_SAMPLED: usize = 32;
+const SPARSE: usize = 4;
 
 /// Asking about every page pays when at least one in this many sampled rows is resident: a probe
 /// costs a twentieth of a read, and spares one when the answer is yes.
@@ -156,9 +159,10 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
         lane.reader.files()[span.file].may_query()
             && is_resident(lane, span.file, span.offset, states)
     };
-    if candidates.len() > SAMPLE {
+    let sampled = (candidates.len() / SPARSE).clamp(FEWEST_SAMPLED, MOST_SAMPLED);
+    if candidates.len() > sampled {
         let mut states = Vec::new();
-        let step = candidates.len() / SAMPLE;
+        let step = candidates.len() / sampled;
         let hits = candidates
             .iter()
             .step_by(step)

@@ -245,6 +245,7 @@ fn read_lost(
             }
         }
         lane.reader.stats().rows_reread.add(wants.len() as u64);
+        lane.reader.note_news();
         match ways.iter_mut().find(|(known, _)| *known == way) {
             Some((_, known)) => known.extend(wants),
             None => ways.push((way, wants)),

@@ -9,21 +9,22 @@ use super::{Belief, Control, Lane};
 use crate::crew;
 use crate::cuts::Cuts;
 use crate::error::Result;
-use crate::map::{self, RowAddress};
+use crate::map::{self, AHEAD, RowAddress};
 use crate::system;
 
 /// Rows whose addresses are found before any is copied. Long blocks win: the processor overlaps the
 /// memory latencies of the rows it copies, and each block begins and ends with none in flight.
 const BLOCK: usize = 1024;
 
-/// The same for short batches, whose addresses then take a few cache lines.
+/// The same for shorter batches, whose addresses then take fewer cache lines.
+const MIDDLE_BLOCK: usize = 256;
 const SHORT_BLOCK: usize = 64;
 
 /// Rows copied between two looks at the clock.
 const STRIP: usize = 1024;
 
 /// Rows per task when a batch is shared among threads, at least: a late helper then leaves little.
-const FEWEST_SHARED: usize = 256;
+const FEWEST_SHARED: usize = 64;
 
 /// Batches below this many row parts stay on the calling thread: waking another costs more.
 const PARALLEL: usize = 2048;
@@ -57,12 +58,7 @@ pub(super) fn sweep(
     if total < PARALLEL || threads == 1 || lanes.iter().all(|lane| lane.belief == Belief::Nothing) {
         return sweep_here(lanes, control, started);
     }
-    let share = (total / (8 * threads)).clamp(FEWEST_SHARED, STRIP);
-    let tasks: Vec<(usize, Range<usize>)> = lanes
-        .iter()
-        .enumerate()
-        .flat_map(|(index, lane)| chunks(lane.ids.len(), share).map(move |range| (index, range)))
-        .collect();
+    let tasks = shares(lanes, total, threads);
     let rests = Mutex::new(Vec::new());
     let verify = control.deadline.is_some();
     let work = |task: usize| {
@@ -82,6 +78,24 @@ pub(super) fn sweep(
     // Threads finish in any order; the plan sorts, but reports and errors should not depend on it.
     rests.sort_unstable_by_key(|rest| (rest.lane, rest.deferred.start));
     Ok(rests)
+}
+
+/// Ranges to hand out among threads, those of a lane growing smaller towards its end: few of them,
+/// and little to wait for when the last are under way.
+fn shares(lanes: &[Lane<'_>], total: usize, threads: usize) -> Vec<(usize, Range<usize>)> {
+    let mut tasks = Vec::new();
+    let mut left = total;
+    for (index, lane) in lanes.iter().enumerate() {
+        let mut start = 0;
+        while start < lane.ids.len() {
+            let share = (left / (3 * threads)).clamp(FEWEST_SHARED, STRIP);
+            let end = (start + share).min(lane.ids.len());
+            tasks.push((index, start..end));
+            left -= end - start;
+            start = end;
+        }
+    }
+    tasks
 }
 
 fn sweep_here(lanes: &[Lane<'_>], control: &Control<'_>, started: Instant) -> Result<Vec<Rest>> {
@@ -138,6 +152,8 @@ fn sweep_range(
         if sweep.rest.is_none() && !sweep.verify {
             position = if strip.len() <= SHORT_BLOCK {
                 sweep.copy_believed::<SHORT_BLOCK>(strip.clone())
+            } else if strip.len() <= MIDDLE_BLOCK {
+                sweep.copy_believed::<MIDDLE_BLOCK>(strip.clone())
             } else {
                 sweep.copy_believed::<BLOCK>(strip.clone())
             };
@@ -191,10 +207,19 @@ impl<'l> Sweep<'l> {
                 break;
             }
             let mut believed = true;
-            for (address, &id) in addresses.iter_mut().zip(block) {
+            let mut find = |(address, &id): (&mut RowAddress<'l>, &i64)| {
                 let found = self.cuts.find(id);
                 believed &= found.believed;
                 *address = found.address;
+                found.address
+            };
+            let mut rows = addresses.iter_mut().zip(block);
+            // From then on the copy itself stays this many rows ahead.
+            for row in rows.by_ref().take(AHEAD) {
+                find(row).load_soon(lane.sink.row_bytes());
+            }
+            for row in rows {
+                find(row);
             }
             if !believed && !all {
                 break;

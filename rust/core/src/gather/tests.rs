@@ -85,6 +85,7 @@ impl Fixture {
             Located {
                 table: self.table.clone(),
                 files,
+                handles: Vec::new(),
                 shadowed: Vec::new(),
             },
             options,

@@ -1,0 +1,147 @@
+"""Checks of a checkpoint's tables: whether they open, how rows are read, what is in memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import engram
+from engram.cli.errors import describe
+from engram.cli.text import format_bytes, percent, plural
+
+from .finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def checkpoint(tables: Sequence[engram.TableInfo]) -> Finding:
+    """What the checkpoint holds."""
+    listed = "; ".join(
+        f"{info.name}: {info.rows:,} rows of {plural(info.row_bytes, 'byte')} ({info.encoding})"
+        for info in tables
+    )
+    total = sum(info.bytes for info in tables)
+    data = {
+        "tables": [
+            {
+                "name": info.name,
+                "family": info.family,
+                "rows": info.rows,
+                "row_bytes": info.row_bytes,
+                "bytes": info.bytes,
+                "encoding": info.encoding,
+            }
+            for info in tables
+        ],
+        "bytes": total,
+    }
+    found = f"{plural(len(tables), 'table')}, {format_bytes(total)}: {listed}"
+    return Finding("checkpoint", "ok", found, None, data)
+
+
+def damaged(error: Exception) -> Finding:
+    """A checkpoint whose tables do not open."""
+    return Finding(
+        "checkpoint",
+        "problem",
+        describe(error) if isinstance(error, OSError) else str(error),
+        "`engram verify` lists everything that is wrong with its files",
+        {"error": type(error).__name__},
+    )
+
+
+def io_mode(io: dict[str, Any]) -> Finding:
+    """What `io="auto"` runs, and why.
+
+    Args:
+        io: `stats()["io"]` of a table opened with it.
+    """
+    runs = io["runs"]
+    means = {
+        "mmap+uring": "what is cached is copied from a mapping, the rest read through io_uring",
+        "mmap+pread": "what is cached is copied from a mapping, the rest read by threads",
+        "uring": "every row is read through io_uring; nothing is mapped",
+        "pread": "every row is read by threads; nothing is mapped",
+    }.get(runs, "")
+    found = f"{runs}: {means}" if means else runs
+    data = {"runs": runs, "fallbacks": io["fallbacks"], "filesystems": io["filesystems"]}
+    if not io["fallbacks"]:
+        return Finding("io=auto", "ok", found, None, data)
+    return Finding("io=auto", "warning", found, "; ".join(io["fallbacks"]), data)
+
+
+def residency(shares: Sequence[engram.Residency]) -> Finding:
+    """How much of the tables is in memory now."""
+    pages = sum(each.pages for each in shares)
+    if any(each.resident is None for each in shares):
+        return Finding(
+            "in memory",
+            "warning",
+            "the kernel does not say",
+            "it tells the owner of the files, and those who may write them; run this as one",
+            {"pages": pages, "resident": None},
+        )
+    resident = sum(each.resident or 0 for each in shares)
+    size = shares[0].page_bytes if shares else 4096
+    share = resident / pages if pages else 1.0
+    found = f"{percent(share)}, {format_bytes(resident * size)} of the page cache"
+    data = {"pages": pages, "resident": resident, "page_bytes": size}
+    return Finding("in memory", "ok", found, None, data)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a token asks of the tables.
+
+    Attributes:
+        rows: Rows per token, over all tables; None where neither a configuration nor the family
+            says.
+        reads: Rows times the planes of each, which lie apart.
+        unknown: Why the rows are not known.
+    """
+
+    rows: int | None
+    reads: int
+    unknown: str | None = None
+
+
+def demand(path: Path, tables: Sequence[engram.TableInfo], rows: int | None = None) -> Demand:
+    """Rows per token of the tables, by their configuration.
+
+    Args:
+        path: The checkpoint.
+        tables: Its tables.
+        rows: Rows per token and table, where the user says.
+    """
+    total = reads = 0
+    for info in tables:
+        heads = rows
+        if heads is None:
+            try:
+                heads = _heads(path, info)
+            except (OSError, ValueError, ImportError) as error:
+                return Demand(None, 0, str(error))
+        total += heads
+        reads += heads * len(info.planes)
+    return Demand(total, reads)
+
+
+def _heads(path: Path, info: engram.TableInfo) -> int:
+    if info.family in {"gemma", "plain"}:
+        return 1
+    if info.family != "deepseek":
+        return engram.hasher(path, info.name).heads
+    # How many rows a token has does not depend on which, so any map of the right size will do where
+    # there is no tokenizer.
+    folder = path if path.is_dir() else path.parent
+    config: Any = json.loads((folder / "config.json").read_text())
+    fields: dict[str, Any] = {**config, **config.get("text_config", {})}
+    tokens = int(fields.get("vocab_size", 1))
+    compressed = int(fields.get("engram_compressed_vocab_size", tokens))
+    token_map = np.minimum(np.arange(tokens), compressed - 1)
+    return engram.hasher(path, info.name, token_map=token_map).heads

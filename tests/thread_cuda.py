@@ -1,0 +1,66 @@
+"""Runs tests/gpu/test_late_cuda.py where there is no CUDA, on a device that is a thread.
+
+    python tests/thread_cuda.py [pytest's arguments]
+
+What it shows is that the tests themselves run and would notice a wrong row. Whether a device does
+what is asked of it, only a device can show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engram import staging
+from late_support import Device, Graph
+
+
+class Event:
+    def __init__(self, device):
+        self.device = device
+        self.happened = threading.Event()
+
+    def record(self):
+        self.device.queue.put(self.happened.set)
+
+    def query(self):
+        return self.happened.is_set()
+
+
+def play(device):
+    """Puts `device` in the place of CUDA."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.Stream = torch.cuda.current_stream = lambda: stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.CUDAGraph = lambda: Graph(device)
+    torch.cuda.graph = lambda graph: graph
+    torch.cuda.Event = lambda: Event(device)
+    made, late, copy = staging.Stage.__init__, staging.Stage.late, torch.Tensor.copy_
+
+    @functools.wraps(made)
+    def on_the_thread(self, *arguments, **options):
+        made(self, *arguments, **{**options, "device": "cpu", "copier": device})
+
+    staging.Stage.__init__ = on_the_thread
+    staging.Stage.late = lambda self, tokens=None: late(self, tokens, driver=device)
+
+    def copy_(target, source, non_blocking=False):
+        if threading.current_thread() is device.thread:
+            return copy(target, source)
+        device.enqueue(lambda: copy(target, source))
+        return target
+
+    torch.Tensor.copy_ = copy_
+
+
+if __name__ == "__main__":
+    play(Device(early="--wrong" in sys.argv))
+    arguments = [argument for argument in sys.argv[1:] if argument != "--wrong"]
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
