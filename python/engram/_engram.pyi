@@ -44,8 +44,12 @@ class HostBuffer:
             OSError: There is no such node, or the kernel knows none.
         """
 
-    def load_word(self, offset: int) -> int: ...
-    def store_word(self, offset: int, value: int) -> None: ...
+    def load_word(self, offset: int) -> int:
+        """The four bytes at `offset`, a multiple of four, as one number, as it is now."""
+
+    def store_word(self, offset: int, value: int) -> None:
+        """Sets the four bytes at `offset`; who sees them sees all that was written before."""
+
     @property
     def nbytes(self) -> int: ...
     @property
