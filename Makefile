@@ -71,6 +71,25 @@ fuzz: ## Fuzz header, index, plan and ids with AddressSanitizer; FUZZ_SECONDS=60
 			-max_total_time=$(FUZZ_SECONDS) -max_len=8192 -rss_limit_mb=2048; \
 	done
 
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+
+.PHONY: asan tsan
+asan: ## Test the core under AddressSanitizer and LeakSanitizer.
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
+	LSAN_OPTIONS=suppressions=$(CURDIR)/rust/sanitizers/leaks.txt \
+	cargo test --locked -p engram-core --lib --tests --target $(HOST) --target-dir target/asan
+
+# The standard library comes as it is, uninstrumented: building it anew needs its source, which is no
+# part of the stable toolchain. Threads that meet through its locks, channels and parking therefore look
+# like races. What is left to judge are the modules whose threads meet in engram's own atomics.
+TSAN_MODULES ?= latency residency buffer map:: file:: hash::
+
+tsan: ## Test the core's lock-free modules under ThreadSanitizer.
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
+	TSAN_OPTIONS=suppressions=$(CURDIR)/rust/sanitizers/races.txt \
+	cargo test --locked -p engram-core --lib --target $(HOST) --target-dir target/tsan \
+		-- $(TSAN_MODULES)
+
 .PHONY: lint lint-rust lint-python lint-types
 lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings being errors (-k: all of them).
 

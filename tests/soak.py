@@ -2,7 +2,8 @@
 
     python tests/soak.py [--seconds 600] [--seed 0] [--directory DIR]
 
-Every row that comes back is compared with what was stored. A row may be refused where a fault was
+Where a memory control group can be made, all of it runs in one that is smaller than what is asked of
+it. Every row that comes back is compared with what was stored. A row may be refused where a fault was
 injected; a wrong row, an unexpected exception, or memory, descriptors or threads that keep growing
 end it with exit code 1.
 """
@@ -10,6 +11,7 @@ end it with exit code 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -45,6 +47,42 @@ class Subject:
     faulty: bool = False
     gathers: list[engram.FileGather] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class SmallGroup:
+    """A memory control group for this process, where one can be made."""
+
+    LIMIT = 768 << 20
+
+    def __init__(self) -> None:
+        self.home: Path | None = None
+        self.made: Path | None = None
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            elif not controllers:
+                root, limit = Path("/sys/fs/cgroup"), "memory.max"
+            else:
+                continue
+            home = root / group.lstrip("/")
+            made = home / f"engram-soak-{os.getpid()}"
+            try:
+                made.mkdir()
+                (made / limit).write_text(str(self.LIMIT))
+                (made / "cgroup.procs").write_text(str(os.getpid()))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    made.rmdir()
+                continue
+            self.home, self.made = home, made
+            break
+
+    def leave(self) -> None:
+        if self.home is not None and self.made is not None:
+            with contextlib.suppress(OSError):
+                (self.home / "cgroup.procs").write_text(str(os.getpid()))
+                self.made.rmdir()
 
 
 class Soak:
@@ -119,6 +157,36 @@ class Soak:
             return self.count("closed")
         self.compare(subject, ids, rows)
         return self.count("right")
+
+    def ticket(self, dice: random.Random) -> None:
+        """Batches that are submitted, and waited for, given up or cancelled."""
+        subject = dice.choice(self.subjects)
+        with subject.lock:
+            gather = dice.choice(subject.gathers)
+        random_ids = np.random.default_rng(dice.getrandbits(32))
+        deadline = 3.0 if subject.faulty else dice.choice((None, 5.0))
+        waiting = []
+        try:
+            for _ in range(dice.randrange(1, 6)):
+                ids = random_ids.integers(0, gather.num_rows, dice.choice(SIZES))
+                waiting.append((ids, gather.submit(ids, deadline=deadline)))
+        except ValueError as error:
+            if "closed" not in str(error):
+                raise
+        for ids, ticket in waiting:
+            if dice.random() < 0.2:
+                ticket.cancel()
+                self.count("cancelled")
+                continue
+            try:
+                self.compare(subject, ids, ticket.wait(30))
+                self.count("ticket right")
+            except TimeoutError:
+                self.count("ticket timed out")
+            except OSError as error:
+                if not subject.faulty or error.row is None:
+                    raise
+                self.count("ticket refused")
 
     def compare(self, subject: Subject, ids: np.ndarray, rows) -> None:
         padded = ids == -1
@@ -281,9 +349,15 @@ def main() -> int:
     arguments = parser.parse_args()
     seed = arguments.seed
     print(f"seed {seed}, {arguments.seconds:.0f} seconds", flush=True)
+    group = SmallGroup()
+    print(
+        f"{len(os.sched_getaffinity(0))} processors, "
+        + (f"{group.LIMIT >> 20} MiB in all" if group.made else "no control group of its own")
+    )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         soak = Soak(seed, Path(scratch), arguments.seconds)
-        jobs = [("gather", soak.gather)] * 8 + [("disturb", soak.disturb)] * 2
+        jobs = [("gather", soak.gather)] * 16 + [("disturb", soak.disturb)] * 2
+        jobs += [("ticket", soak.ticket)] * 2
         jobs += [("damage", soak.damage), ("press", soak.press), ("fork", soak.fork)]
         if soak.disk is not None:
             jobs.append(("disk", soak.break_disk))
@@ -298,6 +372,7 @@ def main() -> int:
             for thread in threads:
                 thread.join()
             soak.close()
+            group.leave()
     failures = soak.failures + (grown(samples) if arguments.seconds >= 60 else [])
     print(f"{samples[-1]} {dict(soak.counts)}")
     for failure in failures:

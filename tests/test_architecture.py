@@ -21,7 +21,7 @@ CORE_ORDER = [
     "error", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "process", "threads", "crew", "system", "buffer", "fault", "map", "residency", "filesystem",
+    "process", "threads", "crew", "system", "fault", "buffer", "map", "residency", "filesystem",
     "file",
     "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
     "views", "load",
@@ -39,7 +39,7 @@ BINDING_ORDER = [
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
-    "_engram", "_errors", "_notices", "_dtypes", "_arguments",
+    "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
     "gather", "table_set", "views", "metrics",
     "quant", "hashing",

@@ -14,6 +14,7 @@ from engram import _engram
 from engram._arguments import optional_number, table_argument
 from engram._arrays import is_torch
 from engram._errors import placed
+from engram._files import CONFIG_BYTES, read_small
 
 _SAFETENSORS: dict[str, str] = {
     "bool": "BOOL",
@@ -150,13 +151,14 @@ def configuration_text(given: Any) -> str:
     Raises:
         TypeError: None of these.
         FileNotFoundError: There is no such file.
+        CheckpointError: It is too long, or no regular file.
     """
     if isinstance(given, str | os.PathLike):
         from pathlib import Path
 
         path = Path(cast("Any", given))
         path = path / "config.json" if path.is_dir() else path
-        return path.read_text()
+        return read_small(path, CONFIG_BYTES).decode(errors="replace")
     config: Any = getattr(given, "hf_config", given)
     to_dict = getattr(config, "to_dict", None)
     if callable(to_dict):

@@ -16,13 +16,13 @@ copy before it is under way; a slot is filled again only after its copy.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engram._arrays import is_torch
 from engram._errors import placed
+from engram._locks import ForkedLock
 from engram.copier import copier_for, wait_for
 from engram.graphwait import waits_for
 from engram.late import LateStep
@@ -89,7 +89,7 @@ class Stage:
         self._patience = patience
         self._copier = copier_for(self._device) if copier is None else copier
         self._pin = pin
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
         self._buffers = [FixedBuffer(table, max_tokens, self._device) for table in self._tables]
         self._slots = [
             Slot(place, self._tables, self._buffers, self._copier, max_tokens, pin=pin)

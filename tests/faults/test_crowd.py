@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import threading
 import time
 
@@ -122,7 +123,7 @@ def test_an_exit_with_gathers_under_way(table, io):
         child(script, table.directory, io, before=OPEN, timeout=30)
 
 
-def test_opening_and_closing_leaks_nothing(table):
+def test_ten_thousand_opens_and_closes_leak_nothing(table):
     script = """
     def state():
         return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")),
@@ -130,18 +131,97 @@ def test_opening_and_closing_leaks_nothing(table):
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * 4096
     seen, sizes = [], []
-    for turn in range(501):
+    for turn in range(10_001):
         with engram.FileGather(directory, turn % 2, io="auto" if turn % 3 else "pread") as gather:
-            if turn % 20 == 0:
+            if turn % 100 == 0:
                 gather.gather(np.arange(50))
-        if turn in (100, 300, 500):
+        if turn in (1000, 5000, 10_000):
             seen.append(state())
             sizes.append(resident())
     report(seen=seen, sizes=sizes)
     """
-    seen = child(script, table.directory, before=OPEN)
+    seen = child(script, table.directory, before=OPEN, timeout=300)
     descriptors, threads, maps = zip(*seen["seen"], strict=True)
     assert len(set(descriptors)) == 1
     assert max(threads) - min(threads) <= 32
     assert maps[2] <= maps[0] + 2 * (threads[2] - threads[0]) + 12
     assert seen["sizes"][2] - seen["sizes"][0] < 4 << 20
+
+
+INTERRUPT = """
+import signal
+gather = engram.FileGather(directory, 0, io=sys.argv[2])
+ids = np.random.default_rng(0).integers(0, gather.num_rows, 6_000_000)
+out = np.empty((len(ids), gather.row_bytes), np.uint8)
+out[::16] = 1  # Its pages are there.
+gather.prewarm()
+main = threading.main_thread().ident
+times = []
+for _ in range(5):
+    sent = []
+    def send():
+        sent.append(time.monotonic())
+        signal.pthread_kill(main, signal.SIGINT)
+    timer = threading.Timer(0.05, send)
+    timer.start()
+    try:
+        while True:
+            gather.gather(ids, out)
+    except KeyboardInterrupt:
+        times.append(time.monotonic() - sent[0])
+    timer.join()
+report(times=times, served=right(info, ids[:99], gather.gather(ids[:99])))
+"""
+
+
+def test_ctrl_c_ends_a_long_gather_within_a_tenth_of_a_second(table, io):
+    seen = child(INTERRUPT, table.directory, io, before=OPEN)
+    # Of five, so that a machine that was busy elsewhere for a moment does not decide.
+    assert sorted(seen["times"])[1] < 0.1, seen["times"]
+    assert seen["served"]
+
+
+def test_subinterpreters_are_refused(table):
+    """With an ImportError, and without harm to the interpreter that has the module."""
+    script = """
+    import importlib.util
+    interpreters = next(
+        (importlib.import_module(name) for name in ("_interpreters", "_xxsubinterpreters")
+         if importlib.util.find_spec(name)), None)
+    if interpreters is None:
+        report(skip="this Python has no subinterpreters")
+        sys.exit()
+    gather = engram.FileGather(directory, 0)
+    other = interpreters.create()
+    try:
+        said = interpreters.run_string(
+            other, f"import sys; sys.path[:] = {sys.path!r}; import engram")
+        said = str(said)  # Newer interpreters return what older ones raise.
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    interpreters.destroy(other)
+    ids = np.arange(0, 19_000, 5)
+    report(said=said, served=right(info, ids, gather.gather(ids)))
+    """
+    seen = child(script, table.directory, before=OPEN)
+    if "skip" in seen:
+        pytest.skip(seen["skip"])
+    assert "ImportError" in seen["said"], seen["said"]
+    assert "interpreter" in seen["said"]
+    assert seen["served"]
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"),
+    reason="this Python is no free-threaded build, and none can be installed from here",
+)
+def test_on_a_free_threaded_build_the_lock_is_back(table):
+    """The module does not claim to do without it, so the interpreter turns it on at the import."""
+    script = """
+    ids = np.arange(0, 19_000, 5)
+    gather = engram.FileGather(directory, 0)
+    report(locked=sys._is_gil_enabled(), served=right(info, ids, gather.gather(ids)))
+    """
+    seen = child(script, table.directory, before=OPEN)
+    assert seen["locked"]
+    assert seen["served"]

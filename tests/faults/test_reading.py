@@ -214,6 +214,31 @@ def test_a_cap_on_mapped_bytes_changes_no_row(large):
     assert capped_most < 40 << 20
 
 
+@pytest.mark.case("I37")
+@pytest.mark.parametrize("io", ["pread", "uring", "direct"])
+def test_rows_and_their_scales_are_read_in_one_round(tmp_path, io):
+    layout = synth.Layout(table_files=1, naming="whole")
+    info = synth.write(tmp_path / "c", "deepseek", dtype="fp8", rows=4000, layout=layout)
+    script = """
+    gather = engram.FileGather(directory, 0, io=sys.argv[2])
+    engram.drop_cache(gather.files)
+    ids = np.concatenate([np.arange(1000, 1400), np.arange(1000, 1400)])
+    rows = gather.gather(ids)
+    correct = all(
+        (np.asarray(rows[name]).view(np.uint8).reshape(expected.shape) == expected).all()
+        for name, expected in synth.expected_rows(info, ids, 0).items()
+    )
+    sizes = [plane.row_bytes for plane in gather.planes]
+    report(correct=bool(correct), reads=gather.stats()["reads"], sizes=sizes)
+    """
+    seen = child(script, info.directory, io, before=OPEN)
+    assert seen["correct"]
+    assert len(seen["sizes"]) == 2
+    # 32 KiB at most per read, which may begin and end inside a page, for each plane: not one per row.
+    most = sum(-(-400 * size // (28 << 10)) + 1 for size in seen["sizes"])
+    assert 0 < seen["reads"] <= most
+
+
 @pytest.mark.case("R12")
 @pytest.mark.parametrize("rows", [16, 96, 199])
 def test_a_warm_decode_step_stays_on_its_thread(large, rows):

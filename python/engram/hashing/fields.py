@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from engram._engram import CheckpointError
 from engram._errors import placed
+from engram._files import CONFIG_BYTES, parse_json, read_small
 
 __all__ = ["ConfigLike", "Fields", "read_config"]
 
@@ -45,10 +45,7 @@ def read_config(source: ConfigLike) -> tuple[Fields, Path | None]:
     if not path.is_dir() and not is_config:
         path = path.parent
     file = path if is_config and not path.is_dir() else path / "config.json"
-    try:
-        parsed: object = json.loads(file.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise placed(CheckpointError(f"{file} is not JSON: {error}"), path=str(file)) from None
+    parsed: object = parse_json(read_small(file, CONFIG_BYTES), file, "it is not JSON")
     if not isinstance(parsed, dict):
         raise placed(CheckpointError(f"{file} holds no JSON object"), path=str(file))
     return Fields(cast("dict[str, Any]", parsed)), file.parent

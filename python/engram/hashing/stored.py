@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ import numpy as np
 
 from engram._engram import CheckpointError
 from engram._errors import placed
+from engram._files import INDEX_BYTES, open_regular, parse_json, read_small
 
 __all__ = ["StoredConstant", "stored_constants"]
 
@@ -22,6 +22,7 @@ _NAME = re.compile(
 _ATTRIBUTE = {"multipliers": "multipliers", "sizes": "head_sizes", "offsets": "head_offsets"}
 _DTYPES = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 _MAX_HEADER = 100_000_000
+_MAX_CONSTANT = 16 << 20
 
 
 class StoredConstant(NamedTuple):
@@ -57,6 +58,7 @@ def stored_constants(directory: Path, layer: int) -> list[StoredConstant]:
         files = sorted(set(directory.glob("*.safetensors")) - set(indexed.values()))
     found: list[StoredConstant] = []
     for file in files:
+        _require_inside(file, directory)
         header, start = _header(file)
         for tensor in header:
             if wanted.get(tensor) == file if wanted else _matches(tensor, layer):
@@ -83,9 +85,10 @@ def _indexed(directory: Path) -> dict[str, Path]:
     if not index.exists():
         return {}
     try:
-        weight_map: Any = json.loads(index.read_bytes())["weight_map"]
+        parsed = parse_json(read_small(index, INDEX_BYTES), index, "no weight_map, for the index is not JSON")
+        weight_map: Any = parsed["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise placed(
             CheckpointError(f"{index} has no weight_map of names: {error!r}"), path=str(index)
         ) from None
@@ -98,10 +101,22 @@ def _indexed(directory: Path) -> dict[str, Path]:
     return {tensor: directory / file for tensor, file in names.items()}
 
 
+def _require_inside(file: Path, directory: Path) -> None:
+    """Refuses a link that leads out of the checkpoint, other than to a hub cache's own files."""
+    here, target = directory.resolve(), file.resolve()
+    snapshots = next((above for above in here.parents if above.name == "snapshots"), None)
+    allowed = [here] if snapshots is None else [here, (snapshots.parent / "blobs").resolve()]
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise placed(
+            CheckpointError(f"{file} is a link to {target}, outside the checkpoint's directory"),
+            path=str(file),
+        )
+
+
 def _header(file: Path) -> tuple[dict[str, Any], int]:
     """The tensors of a safetensors file, and where their data begin."""
-    with file.open("rb") as stream:
-        size = file.stat().st_size
+    descriptor, size = open_regular(file)
+    with open(descriptor, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise placed(
@@ -110,12 +125,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
                 ),
                 path=str(file),
             )
-        try:
-            header: object = json.loads(stream.read(length))
-        except ValueError as error:
-            raise placed(
-                CheckpointError(f"{file}: the header is not JSON: {error}"), path=str(file)
-            ) from None
+        header: object = parse_json(stream.read(length), file, "the header is not JSON")
     if not isinstance(header, dict):
         raise placed(CheckpointError(f"{file}: the header is no JSON object"), path=str(file))
     tensors = cast("dict[str, Any]", header)
@@ -144,7 +154,17 @@ def _constant(file: Path, tensor: str, entry: Any, start: int) -> StoredConstant
             ),
             path=str(file),
         )
-    with file.open("rb") as stream:
+    descriptor, size = open_regular(file)
+    with open(descriptor, "rb") as stream:
+        # Lengths in a header are believed only as far as the file reaches.
+        if nbytes > min(_MAX_CONSTANT, max(0, size - start - begin)):
+            raise placed(
+                CheckpointError(
+                    f"{file}: {tensor} takes {nbytes} bytes (at most {_MAX_CONSTANT}) from byte "
+                    f"{start + begin} on, but the file has {size}: it is truncated"
+                ),
+                path=str(file),
+            )
         stream.seek(start + begin)
         data = stream.read(nbytes)
     if len(data) != nbytes:

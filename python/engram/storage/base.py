@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
+from engram._locks import ForkedLock
 from engram._targets import PlaneTargets, allocate, targets
 from engram.parallel import Shard
 
@@ -48,7 +48,7 @@ class Storage(ABC):
         self.shard = Shard.of(info.rows, 0, 1) if shard is None else shard
         self.fallbacks: list[str] = []
         self._exchange: Exchange | None = None
-        self._loading = threading.Lock()
+        self._loading = ForkedLock()
         self._loaded = False
         self._closed = False
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from engram import _engram
 from engram._arrays import int64_ids
+from engram._locks import ForkedLock
 from engram._targets import targets
 from engram.buffer import HostBuffer
 from engram.gather import FileGather
@@ -41,7 +41,7 @@ class FileStorage(Storage):
         self._owned = False
         self._staging: HostBuffer | None = None
         self._copied: Any = None
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = ForkedLock()
 
     @property
     def source(self) -> FileGather:

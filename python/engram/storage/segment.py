@@ -22,6 +22,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import struct
 import tempfile
 import time
@@ -133,17 +134,23 @@ class Segment:
 
         Raises:
             OSError: It cannot be opened: that process has ended, or is out of sight.
-            ValueError: What was opened is not that segment.
+            ValueError: What was opened is not that segment, or others may write to it.
         """
+        pid, number = offer["pid"], offer["fd"]
+        if type(pid) is not int or type(number) is not int:
+            # Anything else might lead out of /proc.
+            raise ValueError(f"process {pid!r} with file {number!r} is no offer of a segment")
         fd = os.open(
-            f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY
+            f"/proc/{pid}/fd/{number}",
+            os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK,
         )
         try:
+            _require_private(fd, pid)
             token = bytes.fromhex(offer["token"])
             found = os.pread(fd, _HEADER.size, _in_pages(nbytes))
             if found != _HEADER.pack(_MAGIC, token, nbytes):
                 raise ValueError(
-                    f"file {offer['fd']} of process {offer['pid']} is not the segment it offered; "
+                    f"file {number} of process {pid} is not the segment it offered; "
                     "the processes do not see the same machine"
                 )
             return cls(fd, nbytes, token)
@@ -226,6 +233,17 @@ class Segment:
             return True
         fcntl.lockf(self._fd, fcntl.LOCK_UN)
         return False
+
+
+def _require_private(fd: int, pid: int) -> None:
+    """Refuses what is no file, or whose bytes other users may change."""
+    status = os.fstat(fd)
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
+        raise ValueError(
+            f"what process {pid} offers is not a file of this user alone (owner "
+            f"{status.st_uid}, mode {mode:o}); it is not a segment"
+        )
 
 
 def _nameless(directory: Path) -> int:

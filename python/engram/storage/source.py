@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from engram import _engram
+from engram._engram import CheckpointError
 from engram._errors import placed
+from engram._files import CONFIG_BYTES, parse_json, read_small
 from engram._views import configuration_text
 from engram.gather import FileGather
 from engram.table import Planes, TableInfo, tables
@@ -38,14 +39,17 @@ class Source(NamedTuple):
         if self.directory is None:
             return None
         try:
-            config = json.loads((self.directory / "config.json").read_text())
-        except (OSError, ValueError):
+            path = self.directory / "config.json"
+            config: Any = parse_json(read_small(path, CONFIG_BYTES), path, "not JSON")
+        except (OSError, CheckpointError):
             return None
-        text = config.get("text_config", config)
-        for key in ("num_hidden_layers", "num_layers"):
-            if isinstance(text.get(key), int):
-                return text[key]
-        return None
+        text = config.get("text_config", config) if isinstance(config, dict) else None
+        found = [
+            value
+            for key in ("num_hidden_layers", "num_layers")
+            if isinstance(text, dict) and type(value := text.get(key)) is int
+        ]
+        return found[0] if found else None
 
 
 def opened(table: Any) -> Source:

@@ -15,12 +15,13 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU32;
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 
 use crate::error::{Error, Result};
+use crate::fault::{self, Registered};
 use crate::system;
 
 /// Bytes of a huge page; memory that is to be made of them begins and ends on multiples.
@@ -44,7 +45,17 @@ pub struct HostBuffer {
 #[derive(Debug)]
 enum Mapping {
     Private(MmapMut),
-    Shared(MmapRaw),
+    Shared(Shared),
+}
+
+/// Memory of a file. Somebody may cut the file: pages that are gone then hold zeros, of which
+/// [`HostBuffer::lost`] tells.
+#[derive(Debug)]
+struct Shared {
+    /// Before the mapping, so that it ends first; absent where engram may not answer for SIGBUS.
+    registered: Option<Registered>,
+    map: MmapRaw,
+    file: OwnedFd,
 }
 
 /// Which memory nodes pages come from.
@@ -109,12 +120,52 @@ impl HostBuffer {
             .len(bytes.max(1))
             .map_raw(file.as_raw_fd())
             .map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
+        let file = file
+            .try_clone_to_owned()
+            .map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
+        let registered = if fault::allowed() {
+            let start = map.as_mut_ptr() as usize;
+            let registered = Registered::writable(start, map.len(), file.as_raw_fd());
+            Some(registered.map_err(|error| refuse(error.raw_os_error().unwrap_or(libc::EBUSY)))?)
+        } else {
+            None
+        };
         Ok(Self {
             len: map.len(),
-            map: Mapping::Shared(map),
+            map: Mapping::Shared(Shared {
+                registered,
+                map,
+                file,
+            }),
             start: 0,
             huge_pages: false,
         })
+    }
+
+    /// Whether the memory is a file's, which others may map too.
+    pub fn is_shared(&self) -> bool {
+        matches!(self.map, Mapping::Shared(_))
+    }
+
+    /// The bytes that are not there any more because the file was cut, or cannot be read; always
+    /// `None` for private memory. What was copied before the question, and does not lie among them,
+    /// was right.
+    pub(crate) fn lost(&self) -> Option<Range<u64>> {
+        let Mapping::Shared(shared) = &self.map else {
+            return None;
+        };
+        let len = self.len as u64;
+        // The last page of a file that was cut reads as zeros without any fault.
+        let left = rustix::fs::fstat(&shared.file)
+            .ok()
+            .and_then(|status| u64::try_from(status.st_size).ok())
+            .map_or(0, |size| size.min(len));
+        let cut = (left < len).then_some(left..len);
+        let faulted = shared.registered.as_ref().and_then(Registered::lost);
+        match (cut, faulted) {
+            (Some(one), Some(other)) => Some(one.start.min(other.start)..len),
+            (cut, faulted) => cut.or(faulted),
+        }
     }
 
     fn advise_huge(&self) -> io::Result<()> {
@@ -127,7 +178,7 @@ impl HostBuffer {
         let (start, length) = (self.start + bytes.start, bytes.end - bytes.start);
         match &self.map {
             Mapping::Private(map) => map.advise_range(advice, start, length),
-            Mapping::Shared(map) => map.advise_range(advice, start, length),
+            Mapping::Shared(shared) => shared.map.advise_range(advice, start, length),
         }
     }
 
@@ -135,7 +186,7 @@ impl HostBuffer {
     pub fn address(&self) -> *mut u8 {
         let base = match &self.map {
             Mapping::Private(map) => map.as_ptr().cast_mut(),
-            Mapping::Shared(map) => map.as_mut_ptr(),
+            Mapping::Shared(shared) => shared.map.as_mut_ptr(),
         };
         base.wrapping_add(self.start)
     }

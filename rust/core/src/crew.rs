@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::threads;
 
 /// Spins before the caller offers its core to a helper that was interrupted in its task.
@@ -28,6 +28,8 @@ struct Shared {
     inside: AtomicUsize,
     stop: AtomicBool,
     panicked: AtomicBool,
+    /// Where the helpers are.
+    process: u32,
 }
 
 /// The caller's closure, its lifetime erased.
@@ -94,6 +96,7 @@ pub(crate) fn run(
         inside: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         panicked: AtomicBool::new(false),
+        process: std::process::id(),
     });
     let waiting = WaitForHelpers(&shared);
     if helpers > 0 && tasks > 1 {
@@ -131,6 +134,9 @@ pub(crate) fn run(
         }
     }
     drop(waiting);
+    if shared.process != std::process::id() {
+        return Err(Error::forked());
+    }
     assert!(
         !shared.panicked.load(Ordering::Relaxed),
         "a helping thread panicked; see its message"
@@ -149,6 +155,9 @@ impl Drop for WaitForHelpers<'_> {
             spins += 1;
             if spins < SPINS {
                 std::hint::spin_loop();
+            } else if self.0.process != std::process::id() {
+                // Forked between two tasks: no helper is here, and none has this copy of the closure.
+                return;
             } else {
                 std::thread::yield_now();
             }
@@ -161,7 +170,6 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::*;
-    use crate::error::Error;
 
     #[test]
     fn every_task_runs_once() {

@@ -97,6 +97,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// What ends a call in a child that was forked inside it, by a callback or a signal handler.
+    pub fn forked() -> Self {
+        Self::value(
+            "the process forked while this call was running; the rows come in the parent, so call \
+             again in the child",
+        )
+    }
+
     /// A kernel error on `path`.
     pub fn io(doing: impl Into<String>, source: &io::Error, path: &Path) -> Self {
         Self::os(doing, source.raw_os_error().unwrap_or(libc::EIO), path)

@@ -50,6 +50,8 @@ struct Slot {
     len: AtomicUsize,
     /// Descriptor to ask for the file's size.
     descriptor: AtomicI32,
+    /// What the mapping may be used for (`PROT_READ`, `PROT_WRITE`); zero pages have to allow as much.
+    protection: AtomicI32,
     /// First byte lost; `usize::MAX` for none. Only ever goes down while the mapping lives.
     low: AtomicUsize,
     /// End of the bytes lost. Only ever goes up.
@@ -120,13 +122,24 @@ impl std::fmt::Debug for Slot {
 }
 
 impl Registered {
-    /// Answers from now on for SIGBUS in the `len` bytes at `start`, a mapping of the file behind
-    /// `descriptor`.
+    /// Answers from now on for SIGBUS in the `len` bytes at `start`, a read-only mapping of the file
+    /// behind `descriptor`.
     pub(crate) fn new(start: usize, len: usize, descriptor: c_int) -> io::Result<Self> {
+        Self::with(start, len, descriptor, libc::PROT_READ)
+    }
+
+    /// As [`Registered::new`], for a mapping that is written to as well.
+    pub(crate) fn writable(start: usize, len: usize, descriptor: c_int) -> io::Result<Self> {
+        Self::with(start, len, descriptor, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    fn with(start: usize, len: usize, descriptor: c_int, protection: c_int) -> io::Result<Self> {
         still_on_top(Instant::now())?;
         Ok(changing(|| {
             let free = slots().find(|slot| slot.start.load(Ordering::Relaxed) == 0);
             let slot = free.unwrap_or_else(Slot::leak);
+            // Before the slot is one of a mapping that can fault.
+            slot.protection.store(protection, Ordering::SeqCst);
             slot.change(start, len.next_multiple_of(page()), descriptor);
             Self(slot)
         }))
@@ -154,6 +167,7 @@ impl Slot {
             start: AtomicUsize::new(0),
             len: AtomicUsize::new(0),
             descriptor: AtomicI32::new(-1),
+            protection: AtomicI32::new(libc::PROT_READ),
             low: AtomicUsize::new(usize::MAX),
             high: AtomicUsize::new(0),
             next: AtomicPtr::new(SLOTS.load(Ordering::Relaxed)),
@@ -201,7 +215,8 @@ impl Slot {
         let low = self.low.fetch_min(from, Ordering::SeqCst).min(from);
         let high = self.high.fetch_max(to, Ordering::SeqCst).max(to);
         LOSSES.fetch_add(1, Ordering::SeqCst);
-        if replace(start + low, high - low) {
+        let protection = self.protection.load(Ordering::SeqCst);
+        if replace(start + low, high - low, protection) {
             return true;
         }
         // Replacing a part splits the mapping, which `vm.max_map_count` may forbid; the whole does
@@ -209,7 +224,7 @@ impl Slot {
         self.low.store(0, Ordering::SeqCst);
         self.high.store(len, Ordering::SeqCst);
         LOSSES.fetch_add(1, Ordering::SeqCst);
-        replace(start, len)
+        replace(start, len, protection)
     }
 
     /// What cannot be read if the page at `offset` cannot: all that lies past the end of a file that
@@ -233,7 +248,7 @@ impl Slot {
     }
 }
 
-fn replace(address: usize, len: usize) -> bool {
+fn replace(address: usize, len: usize, protection: c_int) -> bool {
     // SAFETY: the range lies in a mapping that engram made and that stays registered, so mapped,
     // while the faulting thread copies from it. Nothing holds a reference into it, only addresses
     // to copy from; those find zeros, which the gather discards.
@@ -241,7 +256,7 @@ fn replace(address: usize, len: usize) -> bool {
         libc::mmap(
             ptr::without_provenance_mut(address),
             len,
-            libc::PROT_READ,
+            protection,
             libc::MAP_PRIVATE | libc::MAP_ANON | libc::MAP_FIXED | libc::MAP_NORESERVE,
             -1,
             0,

@@ -302,6 +302,20 @@ impl OpenFile {
         system::open_again(&self.file, &self.path).map_err(|error| open_error(&error, &self.path))
     }
 
+    /// Refuses what was read through `handle`, another descriptor of this file, if the file was
+    /// written to since it was opened: some of it may be old and some new.
+    pub(crate) fn require_unchanged(&self, handle: &File) -> Result<()> {
+        let metadata = handle
+            .metadata()
+            .map_err(|error| Error::io("cannot stat", &error, &self.path))?;
+        if Identity::of(&metadata) == self.identity {
+            return Ok(());
+        }
+        let text = "the file was written to since it was opened, so what was read of it may be old \
+                    and new in parts; open the checkpoint again";
+        Err(Error::checkpoint(text, &self.path))
+    }
+
     /// The direct descriptor, opened and proved by one real read on first use.
     pub fn direct(&self) -> std::result::Result<&Direct, i32> {
         self.direct

@@ -1,10 +1,12 @@
 //! A table, or one rank's part of it, held in a [`HostBuffer`]: plane after plane, row after row.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::buffer::{HostBuffer, PlaneSink};
 use crate::crew;
-use crate::error::{Error, Result};
+use crate::error::{Error, Place, Result};
+use crate::fault;
 use crate::gather::check_ids;
 use crate::map::{self, RowAddress};
 use crate::threads;
@@ -96,10 +98,21 @@ impl Hosted {
     /// ids of the table that this part of it does not hold, give rows of zeros.
     ///
     /// # Errors
-    /// An id outside the table; sinks that do not fit, or lie in the table's own memory.
+    /// An id outside the table; sinks that do not fit, or lie in the table's own memory; shared
+    /// memory that somebody has cut, for batches with rows that are gone.
     pub fn gather(&self, ids: &[i64], pad_id: Option<i64>, sinks: &[PlaneSink<'_>]) -> Result<()> {
         check_ids(&self.held.table, self.held.rows, ids, pad_id)?;
         self.check_sinks(ids.len(), sinks)?;
+        if !self.memory.is_shared() {
+            return self.copy_all(ids, pad_id, sinks);
+        }
+        // Where others took the place of the handler for good, nothing is lost but its help.
+        drop(fault::still_on_top(Instant::now()));
+        self.copy_all(ids, pad_id, sinks)?;
+        self.prove(ids, pad_id)
+    }
+
+    fn copy_all(&self, ids: &[i64], pad_id: Option<i64>, sinks: &[PlaneSink<'_>]) -> Result<()> {
         if ids.len() <= CHUNK || self.threads == 1 {
             self.copy(ids, pad_id, sinks, 0);
             return Ok(());
@@ -115,6 +128,39 @@ impl Hosted {
             &work,
             || Ok(()),
         )
+    }
+
+    /// After a copy: refuses it if any of the rows was gone.
+    fn prove(&self, ids: &[i64], pad_id: Option<i64>) -> Result<()> {
+        let Some(lost) = self.memory.lost() else {
+            return Ok(());
+        };
+        for (position, &id) in ids.iter().enumerate() {
+            for plane in &self.planes {
+                let Some(offset) = self.offset(plane, id, pad_id) else {
+                    continue;
+                };
+                let (start, end) = (offset as u64, (offset + plane.row_bytes) as u64);
+                if start < lost.end && lost.start < end {
+                    return Err(Error::Io {
+                        doing: format!(
+                            "bytes {}..{} of the shared memory that holds the table are gone: \
+                             somebody cut its file; load the table again",
+                            lost.start, lost.end
+                        ),
+                        errno: libc::EIO,
+                        place: Box::new(Place {
+                            path: None,
+                            table: Some(self.held.table.clone()),
+                            row: Some(id.cast_unsigned()),
+                            position: Some(position as u64),
+                            offset: Some(start),
+                        }),
+                    });
+                }
+            }
+        }
+        Ok(())
     }
 
     fn check_sinks(&self, count: usize, sinks: &[PlaneSink<'_>]) -> Result<()> {
@@ -177,6 +223,13 @@ impl Hosted {
     /// The row of `id`; `None` where it is all zeros.
     #[inline]
     fn row(&self, plane: &HostedPlane, id: i64, pad_id: Option<i64>) -> Option<RowAddress<'_>> {
+        let offset = self.offset(plane, id, pad_id)?;
+        Some(RowAddress::in_buffer(&self.memory, offset, plane.row_bytes))
+    }
+
+    /// Where the row of `id` lies; `None` where it is all zeros.
+    #[inline]
+    fn offset(&self, plane: &HostedPlane, id: i64, pad_id: Option<i64>) -> Option<usize> {
         // An id below the first row held wraps to a huge index.
         let index = id.cast_unsigned().wrapping_sub(self.held.first_row);
         if index >= self.held.held || pad_id == Some(id) {
@@ -187,7 +240,7 @@ impl Hosted {
             reason = "below the rows held, which fit the buffer"
         )]
         let offset = plane.offset + index as usize * plane.row_bytes;
-        Some(RowAddress::in_buffer(&self.memory, offset, plane.row_bytes))
+        Some(offset)
     }
 }
 
@@ -284,6 +337,47 @@ mod tests {
             let found = gathered(&hosted, &ids, Some(-1)).unwrap();
             prop_assert_eq!(found, expected(&part, &row_bytes, &ids));
         }
+    }
+
+    #[test]
+    fn shared_memory_that_is_cut_is_an_error_of_the_rows_that_are_gone() {
+        const ROWS: u64 = 20_000;
+        let file = tempfile::tempfile().unwrap();
+        let bytes: Vec<u8> = (0..ROWS)
+            .flat_map(|row| (0..160).map(move |column| byte(0, row, column)))
+            .collect();
+        file.write_all_at(&bytes, 0).unwrap();
+        let memory = HostBuffer::shared(file.as_fd(), bytes.len()).unwrap();
+        let plane = HostedPlane {
+            offset: 0,
+            row_bytes: 160,
+        };
+        let held = part(ROWS, 0, ROWS);
+        let hosted = Hosted::new(Arc::new(memory), held.clone(), vec![plane], Some(2)).unwrap();
+        let all: Vec<i64> = (0..ROWS.cast_signed()).collect();
+        assert_eq!(
+            gathered(&hosted, &all, None).unwrap(),
+            expected(&held, &[160], &all)
+        );
+        // The end lies inside a page, the rest of which reads as zeros without a fault.
+        file.set_len(10_000 * 160 + 7).unwrap();
+        for ids in [&all[..], &[3, 10_000], &[19_999]] {
+            let error = gathered(&hosted, ids, None).unwrap_err();
+            let Error::Io { errno, place, .. } = &error else {
+                panic!("{error:?}");
+            };
+            assert_eq!(*errno, libc::EIO);
+            let first = ids.iter().position(|&id| id >= 10_000).unwrap();
+            assert_eq!(place.row, Some(ids[first].cast_unsigned()));
+            assert_eq!(place.position, Some(first as u64));
+        }
+        let left = &all[..10_000];
+        assert_eq!(
+            gathered(&hosted, left, None).unwrap(),
+            expected(&held, &[160], left)
+        );
+        // Zero pages in place of the lost ones can be written to, as what they replace.
+        hosted.memory.prefault(0..hosted.memory.len()).unwrap();
     }
 
     #[test]

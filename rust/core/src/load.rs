@@ -72,7 +72,15 @@ pub fn load(
     })?;
     match done.into_inner().unwrap_or_else(PoisonError::into_inner) {
         (_, Some(error)) => Err(error),
-        (bytes, None) => progress(bytes, total),
+        (bytes, None) => {
+            for (file, opened) in reader.files().iter().zip(&files) {
+                if let Some(handle) = opened.get() {
+                    file.require_unchanged(handle)
+                        .map_err(|error| error.in_table(&table.name))?;
+                }
+            }
+            progress(bytes, total)
+        }
     }
 }
 
@@ -235,6 +243,18 @@ mod tests {
         assert!(matches!(outcome, Err(Error::Cancelled)));
         assert!(load(&reader, 0..2, &sinks, &mut |_, _| Ok(())).is_err());
         assert!(load(&reader, ROWS..ROWS + 1, &sinks, &mut |_, _| Ok(())).is_err());
+    }
+
+    #[test]
+    fn a_file_that_was_written_to_meanwhile_is_refused() {
+        let (folder, _tensors, reader) = table();
+        loaded(&reader, 0..10).unwrap();
+        let path = folder.join("model.safetensors");
+        let file = File::options().write(true).open(&path).unwrap();
+        file.write_all_at(&[1; 100], 1_000_000).unwrap();
+        let error = loaded(&reader, 0..ROWS).unwrap_err();
+        assert!(matches!(error, Error::Checkpoint { .. }), "{error:?}");
+        assert!(error.to_string().contains("was written to"), "{error}");
     }
 
     #[test]

@@ -8,24 +8,16 @@
 
 use std::cell::RefCell;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, Thread};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 
+use crate::interrupts::forks;
+
 /// How long closing waits between two looks for signals.
 const SIGNAL_PERIOD: Duration = Duration::from_millis(50);
-
-/// Forks between this process and the one that loaded the module.
-static FORKS: AtomicU64 = AtomicU64::new(0);
-
-/// Notes that this process is a forked child: calls that were running belong to the parent.
-#[pyfunction]
-pub(crate) fn after_fork() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
-    crate::interrupts::after_fork();
-}
 
 thread_local! {
     /// Gates this thread is inside of, by address, once per entry.
@@ -36,13 +28,14 @@ struct State<T> {
     value: Option<Arc<T>>,
     inside: usize,
     forks: u64,
+    /// Threads that close it and wait.
+    closing: Vec<Thread>,
 }
 
 /// Lets calls in until it is closed.
 pub(crate) struct Gate<T> {
     // Locked with the interpreter held, and so not at the moment of a fork.
     state: Mutex<State<T>>,
-    left: Condvar,
 }
 
 /// A call inside the gate.
@@ -58,9 +51,9 @@ impl<T: Send + Sync> Gate<T> {
             state: Mutex::new(State {
                 value: Some(value),
                 inside: 0,
-                forks: FORKS.load(Ordering::Relaxed),
+                forks: forks(),
+                closing: Vec::new(),
             }),
-            left: Condvar::new(),
         }
     }
 
@@ -116,13 +109,18 @@ impl<T: Send + Sync> Gate<T> {
             let entries = inside.iter().filter(|&&gate| gate == self.address());
             entries.count()
         });
-        while self.lock().inside > own {
-            py.detach(|| {
-                let wait = self
-                    .left
-                    .wait_timeout_while(self.lock(), SIGNAL_PERIOD, |state| state.inside > own);
-                drop(wait);
-            });
+        loop {
+            let mut state = self.lock();
+            if state.inside <= own {
+                break;
+            }
+            let this = thread::current();
+            if !state.closing.iter().any(|thread| thread.id() == this.id()) {
+                state.closing.push(this);
+            }
+            drop(state);
+            // Whoever leaves wakes it up; a wake-up for another reason is one look too many.
+            py.detach(|| thread::park_timeout(SIGNAL_PERIOD));
             py.check_signals()?;
         }
         // The last holder closes the files, which may take the kernel a while.
@@ -136,10 +134,11 @@ impl<T: Send + Sync> Gate<T> {
 
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let forks = FORKS.load(Ordering::Relaxed);
+        let forks = forks();
         if state.forks != forks {
             state.forks = forks;
             state.inside = 0;
+            state.closing.clear();
         }
         state
     }
@@ -169,11 +168,8 @@ impl<T> Drop for Entered<'_, T> {
         // An entry from before a fork is not counted in the child.
         if state.forks == self.forks {
             state.inside = state.inside.saturating_sub(1);
-            let awaited = state.value.is_none();
-            drop(state);
-            // Notifying enters the kernel even when nobody waits.
-            if awaited {
-                self.gate.left.notify_all();
+            for thread in &state.closing {
+                thread.unpark();
             }
         }
     }

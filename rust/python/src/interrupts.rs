@@ -5,7 +5,7 @@
 //! asking one that has gone ends the process: so nobody comes back once it has begun to go, and it
 //! waits for those on their way.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,14 @@ use engram_core::gather::Control;
 use pyo3::prelude::*;
 
 use crate::errors::{to_py, value_error};
+
+/// Forks between this process and the one that loaded the module.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// How often the process that loaded the module forked to make this one.
+pub(crate) fn forks() -> u64 {
+    FORKS.load(Ordering::Relaxed)
+}
 
 /// Whether the interpreter has begun to go away.
 static LEAVING: AtomicBool = AtomicBool::new(false);
@@ -42,8 +50,11 @@ pub(crate) fn at_exit(py: Python<'_>) {
     }
 }
 
-/// In a forked child: those on their way were threads of the parent.
+/// Notes that this process is a forked child: calls that were running, and threads on their way to
+/// the interpreter, are the parent's.
+#[pyfunction]
 pub(crate) fn after_fork() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
     ATTACHING.store(0, Ordering::SeqCst);
 }
 
@@ -51,6 +62,8 @@ pub(crate) fn after_fork() {
 pub(crate) struct Interrupts {
     deadline: Option<Instant>,
     raised: Mutex<Option<PyErr>>,
+    /// Forks when the call began.
+    forks: u64,
 }
 
 impl Interrupts {
@@ -66,6 +79,7 @@ impl Interrupts {
         Ok(Self {
             deadline,
             raised: Mutex::new(None),
+            forks: forks(),
         })
     }
 
@@ -94,7 +108,13 @@ impl Interrupts {
         outcome.unwrap_or(Ok(())).map_err(|error| {
             *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             Error::Cancelled
-        })
+        })?;
+        // A handler or callback may have forked: the call's threads and reads are the parent's.
+        if forks() == self.forks {
+            Ok(())
+        } else {
+            Err(Error::forked())
+        }
     }
 
     /// The outcome; an exception that a signal handler raised comes before ours.

@@ -25,8 +25,31 @@ mod views;
 use pyo3::prelude::*;
 
 /// Native half of engram.
-#[pymodule]
+// Gates and locks count on the interpreter's lock; see `gate.rs`.
+#[pymodule(gil_used = true)]
 mod _engram {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use pyo3::exceptions::PyImportError;
+    use pyo3::prelude::*;
+
+    /// The `builtins` of the interpreter that imported the module; 0 for none.
+    static BUILTINS: AtomicUsize = AtomicUsize::new(0);
+
+    /// Refuses a second interpreter of the process: rings, threads and open files are the process's,
+    /// and what waits for the lock of one interpreter knows nothing of another's.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let own = module.py().import("builtins")?.as_ptr().addr();
+        match BUILTINS.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst) {
+            Err(other) if other != own => Err(PyImportError::new_err(
+                "engram serves one interpreter of a process, and this is another one \
+                 (subinterpreters share what belongs to the process); use a thread, or a process",
+            )),
+            _ => Ok(()),
+        }
+    }
+
     #[cfg(feature = "bench")]
     #[pymodule_export]
     use crate::bench::{bench_copy, bench_uring};
@@ -37,15 +60,13 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gate::after_fork;
-    #[pymodule_export]
     use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]
     use crate::hosted::{Hosted, huge_page_bytes, load_rows, memory_bytes};
     #[pymodule_export]
-    use crate::interrupts::at_exit;
+    use crate::interrupts::{after_fork, at_exit};
     #[pymodule_export]
     use crate::step::StepGather;
     #[pymodule_export]

@@ -1,6 +1,7 @@
 //! `StepGather`: hash and gather a step for several tables, into memory chosen once.
 
-use std::sync::{Mutex, TryLockError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use engram_core::gather::Sinks;
 use engram_core::hash::{Context, Ints, Step};
@@ -16,7 +17,7 @@ use crate::errors::{OrRaise as _, value_error};
 use crate::gate::Entered;
 use crate::gather::Reader;
 use crate::hash::{NgramHash, threads_for};
-use crate::interrupts::Interrupts;
+use crate::interrupts::{Interrupts, forks};
 use crate::news;
 
 /// One table: its hash, itself, where the rows of each plane go, and the id of a row of zeros.
@@ -59,6 +60,8 @@ pub(crate) struct StepGather {
     context_len: usize,
     max_tokens: usize,
     kept: Mutex<Kept>,
+    /// Forks before `kept` was last locked: who has more holds a lock that its parent held.
+    forks: AtomicU64,
 }
 
 #[pymethods]
@@ -108,6 +111,7 @@ impl StepGather {
             context_len: context_len.unwrap_or(0),
             max_tokens,
             kept: Mutex::default(),
+            forks: AtomicU64::new(0),
         })
     }
 
@@ -121,23 +125,14 @@ impl StepGather {
         query_start_loc: Option<&Bound<'_, PyAny>>,
         context: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
-        // Never waited for: the holder may itself wait for the interpreter, which this thread holds.
-        let mut kept = match self.kept.try_lock() {
-            Ok(kept) => kept,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(value_error(
-                    py,
-                    "another step is being gathered into this memory",
-                ));
-            }
-        };
+        let mut own = Kept::default();
+        let mut kept = self.kept(py)?;
         let Kept {
             tokens: kept_tokens,
             starts,
             context: kept_context,
             ids,
-        } = &mut *kept;
+        } = kept.as_deref_mut().unwrap_or(&mut own);
         kept_tokens.read(py, tokens, "tokens")?;
         if let Some(object) = query_start_loc {
             starts.read(py, object, "query_start_loc")?;
@@ -204,6 +199,28 @@ impl StepGather {
 }
 
 impl StepGather {
+    /// The memory that is kept from step to step; `None` in a child whose parent was using it at the
+    /// fork and so for ever.
+    fn kept(&self, py: Python<'_>) -> PyResult<Option<MutexGuard<'_, Kept>>> {
+        let forks = forks();
+        // Never waited for: the holder may itself wait for the interpreter, which this thread holds.
+        let kept = match self.kept.try_lock() {
+            Ok(kept) => kept,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) if self.forks.load(Ordering::Relaxed) != forks => {
+                return Ok(None);
+            }
+            Err(TryLockError::WouldBlock) => {
+                return Err(value_error(
+                    py,
+                    "another step is being gathered into this memory",
+                ));
+            }
+        };
+        self.forks.store(forks, Ordering::Relaxed);
+        Ok(Some(kept))
+    }
+
     fn gather(
         &self,
         entered: &[Entered<'_, CoreReader>],

@@ -55,6 +55,8 @@ pub struct Ring {
     free: Vec<u32>,
     in_flight: usize,
     generation: u32,
+    /// The process that made it; in a forked child its memory is not mapped.
+    process: u32,
 }
 
 impl std::fmt::Debug for Ring {
@@ -81,7 +83,17 @@ impl Ring {
             free: Vec::new(),
             in_flight: 0,
             generation: 0,
+            process: std::process::id(),
         })
+    }
+
+    /// Refuses to go on in a child that was forked in the middle of a batch.
+    fn require_own_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            Ok(())
+        } else {
+            Err(Error::forked())
+        }
     }
 
     /// Makes room for reads of up to `bytes` bytes each, aligned to whole pages for direct reads;
@@ -250,6 +262,8 @@ impl Ring {
             }
             if !arrived {
                 busy = busy && idle();
+                // Interrupts are looked for in there.
+                self.require_own_process()?;
             }
             if left > 0 {
                 batch.check(&mut checked, left)?;
@@ -389,6 +403,11 @@ impl Fetch for Uring {
             })?,
         };
         let outcome = ring.drive(batch, done, idle, self.depth);
+        if let Err(error) = ring.require_own_process() {
+            // Nothing of it may be touched here, and its destructor would unmap what is not there.
+            std::mem::forget(ring);
+            return Err(error);
+        }
         if ring.in_flight == 0 {
             keep(ring);
         } else if ring.flush() {

@@ -1,0 +1,42 @@
+"""A lock that a forked child finds free."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+
+class ForkedLock:
+    """A mutual exclusion that no fork can leave taken.
+
+    Whoever held it in the parent is not in the child, which therefore gets a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _all.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        # The thread that forked may itself have held the one this one replaced.
+        if self._lock.locked():
+            self._lock.release()
+
+    def renew(self) -> None:
+        """Replaces the lock; in a child, before any other code runs there."""
+        self._lock = threading.Lock()
+
+
+_all: weakref.WeakSet[ForkedLock] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    for lock in list(_all):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
