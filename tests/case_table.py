@@ -2,8 +2,8 @@
 
     python tests/case_table.py [--check]
 
-Runs all tests marked with a case, and the core's. Exit code 1 if a case has no test that passed here
-and no reason why it does not apply. With `--check` nothing is written.
+Runs all tests marked with a case, and the core's. Exit code 1 if a case has no test that passed
+here and no reason why it does not apply. With `--check` nothing is written.
 """
 
 from __future__ import annotations

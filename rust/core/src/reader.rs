@@ -326,11 +326,11 @@ impl Reader {
             .collect()
     }
 
-    pub(crate) fn note_fallback(&self, text: String) {
+    pub(crate) fn note_fallback(&self, text: &str) {
         self.late_fallbacks.rcu(|late| {
             let mut late = Vec::clone(late);
-            if !late.contains(&text) {
-                late.push(text.clone());
+            if !late.iter().any(|noted| noted == text) {
+                late.push(text.to_owned());
             }
             late
         });

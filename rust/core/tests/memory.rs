@@ -104,15 +104,15 @@ fn opening_a_table_of_a_terabyte_takes_as_much_as_a_small_one() {
 #[test]
 fn a_large_header_takes_a_multiple_of_its_own_length() {
     let folder = tempfile::tempdir().unwrap();
-    let axes = vec!["1"; 500_000].join(",");
-    let names: Vec<String> = (0..20_000)
+    let axes = vec!["1"; 100_000].join(",");
+    let names: Vec<String> = (0..5_000)
         .map(|number| format!(r#""{number}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#))
         .collect();
     for header in [
         format!(r#"{{"t":{{"dtype":"U8","shape":[{axes}],"data_offsets":[0,1]}}}}"#),
         format!("{{{}}}", names.join(",")),
-        format!(r#"{{"__metadata__":{{"k":"{}"}}}}"#, "x".repeat(1_000_000)),
-        " ".repeat(1_000_000) + "{}",
+        format!(r#"{{"__metadata__":{{"k":"{}"}}}}"#, "x".repeat(300_000)),
+        " ".repeat(300_000) + "{}",
     ] {
         let mut bytes = with_header(&header);
         if header.contains("[0,1]") {
@@ -129,13 +129,13 @@ fn a_large_header_takes_a_multiple_of_its_own_length() {
 fn an_index_takes_a_multiple_of_its_own_length() {
     let folder = tempfile::tempdir().unwrap();
     let index = folder.path().join("model.safetensors.index.json");
-    let many: Vec<String> = (0..50_000)
+    let many: Vec<String> = (0..10_000)
         .map(|number| format!(r#""layer.{number}.weight":"{number}.safetensors""#))
         .collect();
     for text in [
         format!(r#"{{"weight_map":{{{}}}}}"#, many.join(",")),
-        format!(r#"{{"x":{}}}"#, "[".repeat(500_000)),
-        format!(r#"{{"weight_map":{{"a":"{}"}}}}"#, "x".repeat(500_000)),
+        format!(r#"{{"x":{}}}"#, "[".repeat(300_000)),
+        format!(r#"{{"weight_map":{{"a":"{}"}}}}"#, "x".repeat(300_000)),
     ] {
         fs::write(&index, &text).unwrap();
         let (outcome, held) = measured(&index);
