@@ -95,6 +95,7 @@ class Segment:
         preflight.require_host_memory(needs)
         total = _in_pages(needs.own) + _page()
         fd = _nameless(directory)
+        segment = None
         try:
             os.ftruncate(fd, total)
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,6 +110,8 @@ class Segment:
             header = _HEADER.pack(_MAGIC, segment.token, needs.own)
             os.pwrite(fd, header, segment._header)
         except OSError as error:
+            # Its memory would live on in the traceback.
+            del segment
             os.close(fd)
             if error.errno != errno.ENOSPC:
                 raise
@@ -119,6 +122,7 @@ class Segment:
             )
             raise OSError(errno.ENOSPC, shortage, str(directory)) from error
         except BaseException:
+            del segment
             os.close(fd)
             raise
         return segment
