@@ -95,6 +95,7 @@ lint: lint-rust lint-python lint-types ## Formatting, lints and types, warnings 
 
 lint-rust:
 	cargo fmt --all --check
+	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --workspace --all-targets --features bench -- -D warnings
 

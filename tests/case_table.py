@@ -1,9 +1,10 @@
 """Writes `cases.md`: every case, the tests that cover it, and how they ended.
 
-    python tests/case_table.py [--check]
+    python tests/case_table.py [--check] [F07 ...]
 
-Runs all tests marked with a case, and the core's. Exit code 1 if a case has no test that passed here
-and no reason why it does not apply. With `--check` nothing is written.
+Runs all tests marked with a case (or with one of those given), and the core's. Exit code 1 if a
+case has no test that passed here and no reason why it does not apply. With `--check` nothing is
+written.
 """
 
 from __future__ import annotations
@@ -57,18 +58,27 @@ def python_marks() -> dict[str, set[str]]:
                 shared[node.targets[0].id] = cases_in(node.value)
                 if node.targets[0].id == "pytestmark":
                     everywhere = cases_in(node.value)
-        for node in ast.walk(module):
-            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
-                continue
+        file = str(path.relative_to(HERE))
+        for name, decorators in test_functions(module, file):
             marked = set(everywhere)
-            for decorator in node.decorator_list:
+            for decorator in decorators:
                 marked |= cases_in(decorator)
-                for name in ast.walk(decorator):
-                    if isinstance(name, ast.Name):
-                        marked |= shared.get(name.id, set())
+                for used in ast.walk(decorator):
+                    if isinstance(used, ast.Name):
+                        marked |= shared.get(used.id, set())
             for case in marked:
-                found[case].add(f"{path.relative_to(HERE)}::{node.name}")
+                found[case].add(name)
     return dict(found)
+
+
+def test_functions(node: ast.Module | ast.ClassDef, prefix: str):
+    """Names of the tests below a node, each with its decorators and those of its classes."""
+    for child in node.body:
+        if isinstance(child, ast.ClassDef):
+            for name, decorators in test_functions(child, f"{prefix}::{child.name}"):
+                yield name, [*child.decorator_list, *decorators]
+        elif isinstance(child, ast.FunctionDef) and child.name.startswith("test"):
+            yield f"{prefix}::{child.name}", child.decorator_list
 
 
 def rust_marks() -> dict[str, set[str]]:
@@ -101,9 +111,18 @@ def all_marks() -> dict[str, set[str]]:
 class Recorder:
     """Notes how tests end."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: set[str]) -> None:
+        self.wanted = wanted
         self.ended: dict[str, Counter[str]] = defaultdict(Counter)
         self.reasons: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Called by pytest once it knows all tests."""
+        items[:] = [
+            item
+            for item in items
+            if any(mark.args[0] in self.wanted for mark in item.iter_markers("case"))
+        ]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest for each phase of each test."""
@@ -116,8 +135,8 @@ class Recorder:
             self.reasons[name] = report.longrepr[2].removeprefix("Skipped: ")
 
 
-def run_python() -> Recorder:
-    recorder = Recorder()
+def run_python(wanted: set[str]) -> Recorder:
+    recorder = Recorder(wanted)
     arguments = ["-q", "-m", "case", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(HERE)]
     pytest.main(arguments, plugins=[recorder])
     return recorder
@@ -164,13 +183,19 @@ def main() -> int:
     """Runs the tests and writes the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("cases", nargs="*", help="these alone")
     arguments = parser.parse_args()
     statements, marks = listed(), all_marks()
-    python, rust = run_python(), run_rust()
+    wanted = set(arguments.cases) or set(statements)
+    python = run_python(wanted)
+    in_rust = set(rust_marks()) & wanted
+    rust = run_rust() if in_rust else {}
     bad = sorted(set(marks) - set(statements))
     text = TABLE.read_text()
     for match in ROW.finditer(text):
         case, statement = match[1], match[2]
+        if case not in wanted:
+            continue
         tests = marks.get(case, set())
         outcome = outcome_of(tests, python, rust) if tests else "-"
         applies = not statement.startswith(ELSEWHERE)
@@ -182,7 +207,7 @@ def main() -> int:
         TABLE.write_text(text)
     for case in bad:
         print(f"{case}: without a test that passed here and a line that says what holds")
-    print(f"{len(statements) - len(bad)} of {len(statements)} cases are covered")
+    print(f"{len(wanted) - len(bad)} of {len(wanted)} cases are covered")
     return 1 if bad else 0
 
 

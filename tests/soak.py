@@ -2,10 +2,10 @@
 
     python tests/soak.py [--seconds 600] [--seed 0] [--directory DIR]
 
-Where a memory control group can be made, all of it runs in one that is smaller than what is asked of
-it. Every row that comes back is compared with what was stored. A row may be refused where a fault was
-injected; a wrong row, an unexpected exception, or memory, descriptors or threads that keep growing
-end it with exit code 1.
+Where a memory control group can be made, all of it runs in one that is smaller than what is asked
+of it. Every row that comes back is compared with what was stored. A row may be refused where a
+fault was injected; a wrong row, an unexpected exception, or memory, descriptors or threads that
+keep growing end it with exit code 1.
 """
 
 from __future__ import annotations

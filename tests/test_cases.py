@@ -48,6 +48,7 @@ def test_a_case_without_a_test_would_be_found(tmp_path, monkeypatch):
     monkeypatch.setattr(case_table, "TABLE", table)
     monkeypatch.setattr(case_table, "all_marks", dict)
     monkeypatch.setattr(case_table, "run_python", case_table.Recorder)
+    monkeypatch.setattr(case_table, "rust_marks", dict)
     monkeypatch.setattr(case_table, "run_rust", dict)
     monkeypatch.setattr("sys.argv", ["case_table.py"])
     assert case_table.main() == 1

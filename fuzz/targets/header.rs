@@ -18,7 +18,11 @@ fuzz_target!(|data: &[u8]| {
     let mut input = Bytes(data);
     // One input in four has a header length of its own; the others have the right one.
     let lies = input.u8() % 4 == 0;
-    let first8 = if lies { input.array() } else { (input.0.len() as u64).to_le_bytes() };
+    let first8 = if lies {
+        input.array()
+    } else {
+        (input.0.len() as u64).to_le_bytes()
+    };
     let data_len = if lies { input.u64() } else { data_of(input.0) };
     let file_len = (8 + input.0.len() as u64).saturating_add(data_len);
     let text = input.0;
@@ -29,7 +33,11 @@ fuzz_target!(|data: &[u8]| {
     };
     assert!(length <= header::MAX_HEADER_BYTES && length + 8 <= file_len);
     let (parsed, held) = measured(|| header::parse(text, file_len, path));
-    assert!(held < 65_536 + 64 * text.len(), "{held} bytes for a header of {}", text.len());
+    assert!(
+        held < 65_536 + 64 * text.len(),
+        "{held} bytes for a header of {}",
+        text.len()
+    );
     let Ok(parsed) = parsed else {
         return;
     };
@@ -51,7 +59,10 @@ fuzz_target!(|data: &[u8]| {
     if data_len <= 1 << 20 {
         let mut whole = (text.len() as u64).to_le_bytes().to_vec();
         whole.extend_from_slice(text);
-        whole.resize(whole.len() + usize::try_from(data_len).expect("it is small"), 0);
+        whole.resize(
+            whole.len() + usize::try_from(data_len).expect("it is small"),
+            0,
+        );
         let reference = safetensors::SafeTensors::deserialize(&whole);
         assert!(reference.is_ok(), "the reference refuses: {reference:?}");
     }
@@ -62,5 +73,8 @@ fn data_of(header: &[u8]) -> u64 {
     let Ok(serde_json::Value::Object(map)) = serde_json::from_slice(header) else {
         return 0;
     };
-    map.values().filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64()).max().unwrap_or(0)
+    map.values()
+        .filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64())
+        .max()
+        .unwrap_or(0)
 }

@@ -47,17 +47,31 @@ static SUBJECTS: LazyLock<Subjects> = LazyLock::new(|| {
         .into_iter()
         .map(|io| {
             let located = Located::find(&path, TableRef::Name("rows")).expect("it is there");
-            Reader::open(located, Options { io, ..Options::default() }).expect("it opens")
+            Reader::open(
+                located,
+                Options {
+                    io,
+                    ..Options::default()
+                },
+            )
+            .expect("it opens")
         })
         .collect();
     let hashes = [OutOfVocab::Refuse, OutOfVocab::Wrap]
         .into_iter()
         .flat_map(|out_of_vocab| {
-            let policy = Policy { out_of_vocab, dead_id: Some(-1) };
+            let policy = Policy {
+                out_of_vocab,
+                dead_id: Some(-1),
+            };
             hashes(policy)
         })
         .collect();
-    Subjects { _directory: directory, readers, hashes }
+    Subjects {
+        _directory: directory,
+        readers,
+        hashes,
+    }
 });
 
 fn hashes(policy: Policy) -> [Box<dyn Hash>; 3] {
@@ -102,7 +116,11 @@ fn hashes(policy: Policy) -> [Box<dyn Hash>; 3] {
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Bytes(data);
-    if input.u8() % 2 == 0 { gathered(&mut input) } else { hashed(&mut input) }
+    if input.u8() % 2 == 0 {
+        gathered(&mut input)
+    } else {
+        hashed(&mut input)
+    }
 });
 
 fn gathered(input: &mut Bytes<'_>) {
@@ -117,7 +135,12 @@ fn gathered(input: &mut Bytes<'_>) {
     sinks.push(
         PlaneSink::new(&mut memory, 0, ROW_BYTES, ROW_BYTES, ids.len()).expect("it has the size"),
     );
-    let request = Request { reader, ids: &ids, sinks, pad_id };
+    let request = Request {
+        reader,
+        ids: &ids,
+        sinks,
+        pad_id,
+    };
     let outcome = gather(&[request], &Control::NONE);
     let outside = ids
         .iter()
@@ -135,7 +158,10 @@ fn gathered(input: &mut Bytes<'_>) {
             let named = format!("row id {} at position {position}", ids[position]);
             assert!(error.to_string().contains(&named), "{error}");
             assert!(matches!(error, Error::Id { .. }), "{error:?}");
-            assert!(memory.iter().all(|&byte| byte == 0xAA), "no row moves for a refused batch");
+            assert!(
+                memory.iter().all(|&byte| byte == 0xAA),
+                "no row moves for a refused batch"
+            );
         }
         (outcome, outside) => panic!("{outcome:?}, and the first id outside is at {outside:?}"),
     }
@@ -154,9 +180,20 @@ fn hashed(input: &mut Bytes<'_>) {
     while !input.is_empty() && tokens.len() < 300 {
         tokens.push(input.integer());
     }
-    let narrow: Vec<i32> = tokens.iter().map(|&token| i32::try_from(token).unwrap_or(-1)).collect();
-    let all = if data_is_narrow(&tokens) { Ints::I32(&narrow) } else { Ints::I64(&tokens) };
-    let context = with_context.then_some(Context { values: Ints::I64(&context), rows, width });
+    let narrow: Vec<i32> = tokens
+        .iter()
+        .map(|&token| i32::try_from(token).unwrap_or(-1))
+        .collect();
+    let all = if data_is_narrow(&tokens) {
+        Ints::I32(&narrow)
+    } else {
+        Ints::I64(&tokens)
+    };
+    let context = with_context.then_some(Context {
+        values: Ints::I64(&context),
+        rows,
+        width,
+    });
     let starts = with_starts.then_some(Ints::I64(&starts));
     let Ok(step) = Step::new(all, starts, context, width) else {
         return;
@@ -167,7 +204,11 @@ fn hashed(input: &mut Bytes<'_>) {
     if hash.ids(&step, &mut ids, 1).is_ok() {
         let rows = hash.heads().padded_rows().cast_signed();
         for (place, &id) in ids.iter().enumerate() {
-            assert!(id == -1 || (0..rows).contains(&id), "id {id} of token {}", place / heads);
+            assert!(
+                id == -1 || (0..rows).contains(&id),
+                "id {id} of token {}",
+                place / heads
+            );
         }
     }
 }

@@ -41,16 +41,24 @@ static PLACE: LazyLock<Place> = LazyLock::new(|| {
         ("checkpoint/below/b.safetensors", "b"),
         ("outside.safetensors", "o"),
     ] {
-        let header = format!(r#"{{"{tensor}":{{"dtype":"U8","shape":[2,1],"data_offsets":[0,2]}}}}"#);
+        let header =
+            format!(r#"{{"{tensor}":{{"dtype":"U8","shape":[2,1],"data_offsets":[0,2]}}}}"#);
         let mut file = (header.len() as u64).to_le_bytes().to_vec();
         file.extend(header.bytes());
         file.extend([1, 2]);
         fs::write(outside.join(path), file).expect("a file in it");
     }
-    symlink(outside.join("outside.safetensors"), checkpoint.join("out.safetensors")).expect("a link");
+    symlink(
+        outside.join("outside.safetensors"),
+        checkpoint.join("out.safetensors"),
+    )
+    .expect("a link");
     symlink("..", checkpoint.join("up")).expect("a link");
     symlink("nowhere", checkpoint.join("gone.safetensors")).expect("a link");
-    Place { _directory: directory, checkpoint }
+    Place {
+        _directory: directory,
+        checkpoint,
+    }
 });
 
 fuzz_target!(|text: &[u8]| {
@@ -58,12 +66,20 @@ fuzz_target!(|text: &[u8]| {
     let index = directory.join(INDEX);
     fs::write(&index, text).expect("the index is written");
     let (opened, held) = measured(|| Checkpoint::open(&index));
-    assert!(held < FOR_FILES + 128 * text.len(), "{held} bytes for an index of {}", text.len());
+    assert!(
+        held < FOR_FILES + 128 * text.len(),
+        "{held} bytes for an index of {}",
+        text.len()
+    );
     let Ok(opened) = opened else {
         return;
     };
     for file in &opened.files {
-        assert!(file.resolved.starts_with(directory), "{} was opened", file.resolved.display());
+        assert!(
+            file.resolved.starts_with(directory),
+            "{} was opened",
+            file.resolved.display()
+        );
         assert!(!file.resolved.ends_with("outside.safetensors"));
     }
     assert!(opened.tensors().all(|(name, _)| name == "a" || name == "b"));

@@ -35,13 +35,22 @@ fuzz_target!(|data: &[u8]| {
         };
         let offset = base.min(END - u64::from(len));
         let position = u32::try_from(wants.len()).expect("there are few");
-        wants.push(Want { file: u32::from(input.u8() % 3), len, offset, lane: 0, position });
+        wants.push(Want {
+            file: u32::from(input.u8() % 3),
+            len,
+            offset,
+            lane: 0,
+            position,
+        });
     }
     let plan = Plan::new(&mut wants.clone(), rule);
     let mut seen = vec![false; wants.len()];
     let mut before = None;
     for read in &plan.reads {
-        assert!(before <= Some((read.file, read.offset)), "reads are in order");
+        assert!(
+            before <= Some((read.file, read.offset)),
+            "reads are in order"
+        );
         before = Some((read.file, read.offset));
         if rule.aligned {
             assert_eq!(read.offset % rule.unit, 0);

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError
 from engram._errors import placed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["CONFIG_BYTES", "INDEX_BYTES", "open_regular", "parse_json", "read_small"]
 
@@ -47,7 +49,7 @@ def read_small(path: Path, most: int) -> bytes:
         CheckpointError: It is longer, or no regular file.
     """
     descriptor, size = open_regular(path)
-    with open(descriptor, "rb") as stream:
+    with os.fdopen(descriptor, "rb") as stream:
         if size > most:
             raise placed(
                 CheckpointError(f"{path} has {size} bytes; the limit is {most}"), path=str(path)

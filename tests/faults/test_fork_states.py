@@ -1,4 +1,4 @@
-"""Forks at the moments at which a parent's thread holds something, or is in the middle of a call."""
+"""Forks while a thread of the parent holds something, or is in the middle of a call."""
 
 from __future__ import annotations
 

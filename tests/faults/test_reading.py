@@ -234,7 +234,7 @@ def test_rows_and_their_scales_are_read_in_one_round(tmp_path, io):
     seen = child(script, info.directory, io, before=OPEN)
     assert seen["correct"]
     assert len(seen["sizes"]) == 2
-    # 32 KiB at most per read, which may begin and end inside a page, for each plane: not one per row.
+    # Reads of 32 KiB at most, which may begin and end inside a page, per plane: not one per row.
     most = sum(-(-400 * size // (28 << 10)) + 1 for size in seen["sizes"])
     assert 0 < seen["reads"] <= most
 

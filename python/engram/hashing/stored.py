@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, cast
@@ -85,7 +86,9 @@ def _indexed(directory: Path) -> dict[str, Path]:
     if not index.exists():
         return {}
     try:
-        parsed = parse_json(read_small(index, INDEX_BYTES), index, "no weight_map, for the index is not JSON")
+        parsed = parse_json(
+            read_small(index, INDEX_BYTES), index, "no weight_map, for the index is not JSON"
+        )
         weight_map: Any = parsed["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (KeyError, TypeError, AttributeError) as error:
@@ -116,7 +119,7 @@ def _require_inside(file: Path, directory: Path) -> None:
 def _header(file: Path) -> tuple[dict[str, Any], int]:
     """The tensors of a safetensors file, and where their data begin."""
     descriptor, size = open_regular(file)
-    with open(descriptor, "rb") as stream:
+    with os.fdopen(descriptor, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise placed(
@@ -155,7 +158,7 @@ def _constant(file: Path, tensor: str, entry: Any, start: int) -> StoredConstant
             path=str(file),
         )
     descriptor, size = open_regular(file)
-    with open(descriptor, "rb") as stream:
+    with os.fdopen(descriptor, "rb") as stream:
         # Lengths in a header are believed only as far as the file reaches.
         if nbytes > min(_MAX_CONSTANT, max(0, size - start - begin)):
             raise placed(

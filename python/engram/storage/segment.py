@@ -111,7 +111,7 @@ class Segment:
             os.pwrite(fd, header, segment._header)
         except OSError as error:
             os.close(fd)
-            # The mapping keeps a descriptor, and the error's traceback would keep the mapping.
+            # Its memory would live on in the traceback.
             segment = None
             if error.errno != errno.ENOSPC:
                 raise
@@ -122,6 +122,7 @@ class Segment:
             )
             raise OSError(errno.ENOSPC, shortage, str(directory)) from error
         except BaseException:
+            del segment
             os.close(fd)
             raise
         return segment

@@ -43,13 +43,18 @@ class Source(NamedTuple):
             config: Any = parse_json(read_small(path, CONFIG_BYTES), path, "not JSON")
         except (OSError, CheckpointError):
             return None
-        text = config.get("text_config", config) if isinstance(config, dict) else None
-        found = [
-            value
-            for key in ("num_hidden_layers", "num_layers")
-            if isinstance(text, dict) and type(value := text.get(key)) is int
-        ]
-        return found[0] if found else None
+        nested = (
+            cast("dict[str, Any]", config).get("text_config", config) if _maps(config) else None
+        )
+        text = cast("dict[str, Any]", nested) if _maps(nested) else {}
+        for key in ("num_hidden_layers", "num_layers"):
+            if type(text.get(key)) is int:
+                return text[key]
+        return None
+
+
+def _maps(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def opened(table: Any) -> Source:

@@ -36,16 +36,16 @@ impl<T> PerProcess<T> {
     pub(crate) fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<Arc<(u32, T)>, E> {
         let process = std::process::id();
         let mut make = Some(make);
-        let mut made = None;
+        let mut fresh = None;
         loop {
             let found = self.cell.load_full();
             if let Some(value) = found.as_ref().filter(|value| value.0 == process) {
                 return Ok(Arc::clone(value));
             }
             if let Some(make) = make.take() {
-                made = Some(Arc::new((process, make()?)));
+                fresh = Some(Arc::new((process, make()?)));
             }
-            let before = self.cell.compare_and_swap(&found, made.clone());
+            let before = self.cell.compare_and_swap(&found, fresh.clone());
             let before = arc_swap::Guard::into_inner(before);
             for old in [before, found].into_iter().flatten() {
                 if old.0 != process {

@@ -280,7 +280,7 @@ impl Reader {
             let mut fallbacks = Vec::new();
             let direct = mode::resolve_direct(&self.files, &mut fallbacks);
             for fallback in fallbacks {
-                self.note_fallback(fallback);
+                self.note_fallback(&fallback);
             }
             Box::new(direct)
         })
@@ -403,15 +403,15 @@ impl Reader {
             .collect()
     }
 
-    pub(crate) fn note_fallback(&self, text: String) {
+    pub(crate) fn note_fallback(&self, text: &str) {
         let before = self.late_fallbacks.rcu(|late| {
             let mut late = Vec::clone(late);
-            if !late.contains(&text) {
-                late.push(text.clone());
+            if !late.iter().any(|noted| noted == text) {
+                late.push(text.to_owned());
             }
             late
         });
-        if !before.contains(&text) {
+        if !before.iter().any(|noted| noted == text) {
             self.note_news();
         }
     }

@@ -224,7 +224,7 @@ pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
     match uring::acquire() {
         Ok(ring) => Ok(Box::new(Uring::from(ring))),
         Err(error) if reader.mode().asked != Io::Uring => {
-            reader.note_fallback(format!(
+            reader.note_fallback(&format!(
                 "io_uring refused later ({error}); threads read instead"
             ));
             Ok(Box::new(Pool))

@@ -37,7 +37,7 @@ pub(super) fn arm(requests: &[Request<'_, '_>], started: Instant) -> Result<bool
     if fault::still_on_top(started).is_err() {
         for request in requests.iter().filter(mapped) {
             request.reader.note_fallback(
-                "other handlers of SIGBUS were installed too often; rows are read instead of copied from a mapping".to_owned(),
+                "other handlers of SIGBUS were installed too often; rows are read instead of copied from a mapping",
             );
         }
         return Ok(false);
@@ -209,7 +209,7 @@ fn read_lost(
                 continue;
             }
             give_up_lost(open)?;
-            lane.reader.note_fallback(format!(
+            lane.reader.note_fallback(&format!(
                 "a part of the mapping of {} could not be read; rows there are read instead",
                 open.path().display()
             ));
