@@ -21,6 +21,8 @@ BENCHES ?= warm cold mixed hash storage
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+FIGURES_ARGS ?=
+MANYLINUX ?= manylinux2014
 FUZZ_TARGETS ?= header index plan ids
 FUZZ_SECONDS ?= 60
 
@@ -122,10 +124,34 @@ bench: $(BENCH) $(BENCH_NEEDS) ## Run the benchmarks; BENCHES="warm hash" choose
 	exit $$status
 
 .PHONY: wheel
-wheel: $(VENV)/.tools ## Build the wheel into dist/, and try it in an empty environment without torch.
+wheel: $(VENV)/.tools $(VENV)/.audit ## Build the wheel into dist/, audit it, and try it without torch.
 	rm -f dist/*.whl
-	$(MATURIN) build --release --locked --out dist
+	PATH=$(CURDIR)/$(BIN):$$PATH $(MATURIN) build --release --locked --zig \
+		--compatibility $(MANYLINUX) --target-dir target/wheel --out dist
+	$(BIN)/auditwheel show dist/*.whl
 	$(BIN)/python .ci/check_wheel.py dist
+
+.PHONY: sdist
+sdist: $(VENV)/.tools ## Build the source archive into dist/, crates included, and build it without a network.
+	$(BIN)/python .ci/sdist.py dist
+
+.PHONY: docs
+docs: $(PLAIN) $(VENV)/.docs ## Build the documentation into site/; warnings are errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python .ci/check_reference.py site
+
+.PHONY: figures
+figures: $(BENCH) $(BENCH_NEEDS) ## Measure the figures of the documentation; FIGURES_ARGS="warm -- --quick".
+	$(BIN)/python benches/figures.py $(FIGURES_ARGS)
+
+.PHONY: walk
+walk: wheel ## Follow README and documentation with the wheel in an empty environment.
+	$(BIN)/python .ci/walk.py dist
+
+.PHONY: portable
+portable: ## Test the core as on a system without io_uring, and compile for others where rustup has them.
+	cargo test --locked -p engram-core --features portable
+	.ci/other_systems
 
 .PHONY: build
 build: $(PLAIN) ## Build the extension and install the package, editable, with its command line.
@@ -162,6 +188,15 @@ $(BENCH): $(VENV)/.tools $(RUST_SOURCES)
 # What the package needs is read from pyproject.toml alone, so this waits for no build.
 $(DEV): $(VENV)/.tools pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py dev)
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.tools pyproject.toml
+	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py docs)
+	touch $@
+
+# zig links against the oldest C library that the wheel is to run with.
+$(VENV)/.audit: $(VENV)/.tools pyproject.toml
+	$(BIN)/python -m pip install --progress-bar off $$($(BIN)/python .ci/requirements.py wheel)
 	touch $@
 
 $(BENCH_NEEDS): $(VENV)/.tools pyproject.toml

@@ -12,6 +12,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+MOST_BYTES = 5_000_000
 NEEDED = ("engram/py.typed", "engram/_engram.pyi", "engram/_engram.abi3.so")
 
 GATHER = """
@@ -49,6 +50,8 @@ def main() -> None:
     wheel = found[0].resolve()
     if not re.fullmatch(r"engram_gather-[^-]+-cp311-abi3-[^-]+\.whl", wheel.name):
         sys.exit(f"{wheel.name} is no wheel for every Python from 3.11 on")
+    if wheel.stat().st_size > MOST_BYTES:
+        sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {MOST_BYTES}")
     names = zipfile.ZipFile(wheel).namelist()
     missing = [name for name in NEEDED if name not in names]
     if missing or not any(name.endswith("/LICENSE") for name in names):

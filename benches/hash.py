@@ -42,7 +42,8 @@ def machine() -> str:
     models = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     model = next(models, platform.processor())
     return (
-        f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
+        f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
+        f"load {os.getloadavg()[0]:.1f}; "
         f"engram {engram.__version__}, numpy {np.__version__}, torch {torch.__version__}, "
         f"python {platform.python_version()}"
     )

@@ -8,6 +8,8 @@ for the part with a loader. Each function is one stop, and can be read by itself
 
 import contextlib
 import json
+import logging
+import sys
 import tempfile
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -78,6 +80,8 @@ def read(path: Path) -> None:
         with contextlib.suppress(RuntimeError):  # without CUDA
             buffer.pin()
             buffer.unpin()
+        buffer.store_word(0, 7)  # four bytes at once, for those who look on meanwhile
+        assert buffer.load_word(0) == 7
         print("huge pages", buffer.huge_pages, "pinned", buffer.is_pinned)
 
         print(gather.prewarm(max_bytes=1 << 30), "bytes read into the page cache")
@@ -162,6 +166,13 @@ def step(path: Path) -> None:
         staged = embedding(torch.zeros(8, dtype=torch.int64))
         stage.release()
         print(stage.tables, stage.rows().shape, stage.stats())
+
+        # For a graph that is launched first, and waits for its rows where the device can.
+        late = stage.late(tokens=8)
+        late.launch(lambda: embedding(torch.zeros(8, dtype=torch.int64)))
+        late.fill(TOKENS)
+        late.finish()
+        print("waits on the device:", late.waits, late.reason)
         assert stage.gather_of() is gather
         assert stage.hasher_of() is hasher
 
@@ -246,6 +257,7 @@ def ranks(path: Path) -> None:
 
 def main() -> None:
     """Goes to every stop."""
+    logging.basicConfig(stream=sys.stdout, format="  log: %(message)s")
     print("engram", engram.__version__)
     with tempfile.TemporaryDirectory() as folder:
         qwen = synth.write(Path(folder, "qwen"), "qwen", rows=5000, dtype="fp8").directory

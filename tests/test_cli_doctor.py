@@ -375,7 +375,7 @@ def test_estimates_follow_from_rates():
 @pytest.mark.parametrize("io", ["direct", "pread", "uring"])
 @pytest.mark.parametrize("depth", rates.DEPTHS)
 def test_random_reads_are_really_made(qwen, io, depth):
-    reader = _engram.Reader(str(qwen.directory), None, io, None, "auto", None)
+    reader = _engram.Reader(str(qwen.directory), None, io, None, "auto", None, 0)
     seen = _engram.random_reads(reader, depth, 0.3, 1)
     assert seen["reads"] > 0
     assert seen["bytes"] >= 160 * seen["reads"]

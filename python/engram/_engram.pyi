@@ -23,17 +23,41 @@ class HostBuffer:
     def __new__(cls, nbytes: int, huge_pages: bool = False, *, fd: int | None = None) -> Self: ...
     @property
     def capacity(self) -> int: ...
-    def prefault(self, offset: int, nbytes: int) -> None: ...
-    def collapse(self, offset: int, nbytes: int) -> None: ...
-    def place(self, nodes: Sequence[int], interleave: bool) -> None: ...
-    def load_word(self, offset: int) -> int: ...
-    def store_word(self, offset: int, value: int) -> None: ...
+    def prefault(self, offset: int, nbytes: int) -> None:
+        """Makes the kernel give memory for a part of the buffer now; the contents stay.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+
+    def collapse(self, offset: int, nbytes: int) -> None:
+        """Makes huge pages of a part of the buffer, as far as the kernel finds room; Linux 6.1.
+
+        Raises:
+            OSError: It finds none, or knows no such request.
+        """
+
+    def place(self, nodes: Sequence[int], interleave: bool) -> None:
+        """Says which memory nodes pages touched from now on come from, in turn or by preference.
+
+        Raises:
+            OSError: There is no such node, or the kernel knows none.
+        """
+
+    def load_word(self, offset: int) -> int:
+        """The four bytes at `offset`, a multiple of four, as one number, as it is now."""
+
+    def store_word(self, offset: int, value: int) -> None:
+        """Sets the four bytes at `offset`; who sees them sees all that was written before."""
+
     @property
     def nbytes(self) -> int: ...
     @property
     def address(self) -> int: ...
     @property
-    def huge_pages(self) -> bool: ...
+    def huge_pages(self) -> bool:
+        """Whether the kernel took the advice to use huge pages."""
+
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -156,6 +154,8 @@ def configuration_text(given: Any) -> str:
         CheckpointError: It is too long, or no regular file.
     """
     if isinstance(given, str | os.PathLike):
+        from pathlib import Path
+
         path = Path(cast("Any", given))
         path = path / "config.json" if path.is_dir() else path
         return read_small(path, CONFIG_BYTES).decode(errors="replace")
@@ -170,4 +170,6 @@ def configuration_text(given: Any) -> str:
                 f"config.json, not {type(given).__name__}"
             )
         )
+    import json
+
     return json.dumps(dict(cast("Mapping[str, Any]", config)), default=str)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram._errors import placed
@@ -126,7 +125,8 @@ def _reason(runtime: Any, status: int) -> str:
 def _native_last_error() -> Any:
     """The function of the runtime library that torch has loaded; torch itself does not offer it."""
     try:
-        mapped = Path("/proc/self/maps").read_text().splitlines()
+        with open("/proc/self/maps") as maps:  # noqa: PTH123 - pathlib costs an import
+            mapped = maps.read().splitlines()
     except OSError:
         return None
     for line in mapped:

@@ -64,6 +64,20 @@ def interrupt(done, total):
         raise KeyboardInterrupt
 
 
+def test_all_rows_are_read_again_in_large_pieces(table):
+    def reads():
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("syscr:")).split()[1])
+
+    with engram.FileGather(table.directory, 0) as gather:
+        gather.prewarm()
+        before = reads()
+        found = gather.verify(None)
+        assert found.ok
+        assert found.rows == gather.num_rows
+        assert reads() - before < gather.num_rows / 20, "a read per row would take hours"
+
+
 @pytest.mark.case("I02")
 def test_a_file_overwritten_in_place(fresh):
     with engram.FileGather(fresh.directory, 0) as gather:

@@ -95,6 +95,7 @@ class Segment:
         preflight.require_host_memory(needs)
         total = _in_pages(needs.own) + _page()
         fd = _nameless(directory)
+        segment = None
         try:
             os.ftruncate(fd, total)
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,6 +111,8 @@ class Segment:
             os.pwrite(fd, header, segment._header)
         except OSError as error:
             os.close(fd)
+            # The mapping keeps a descriptor, and the error's traceback would keep the mapping.
+            segment = None
             if error.errno != errno.ENOSPC:
                 raise
             memory = preflight.shared_memory_now(directory)

@@ -165,7 +165,15 @@ fn read(reader: &Reader, opened: &OnceLock<File>, part: &Part, sink: &PlaneSink<
                 }
             }
         }
-        Ok(())
+        // While a file is being cut, a read of what is cut off may bring zeros and no error.
+        let whole = file
+            .is_whole()
+            .map_err(|error| Error::io("cannot load rows", &error, file.path()))?;
+        if whole || part.offset + bytes.len() as u64 <= file.end() {
+            return Ok(());
+        }
+        let doing = "cannot load rows: the file was cut meanwhile";
+        Err(Error::os(doing, libc::EIO, file.path()).at_offset(file.end()))
     })
     .map_err(|error| error.in_table(&reader.table().name))
 }

@@ -240,8 +240,10 @@ impl Map {
 pub(crate) const AHEAD: usize = 16;
 
 /// Of each row at most so many bytes are loaded ahead; the processor sees the pattern by then.
+#[cfg(target_arch = "x86_64")]
 const MOST_AHEAD: usize = 256;
 
+#[cfg(target_arch = "x86_64")]
 const CACHE_LINE: usize = 64;
 
 /// Stands for rows of a length that is not known when the code is compiled.

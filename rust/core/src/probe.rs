@@ -64,6 +64,8 @@ pub fn measure(
     let deadline = started + duration;
     let mut last = started;
     while last < deadline {
+        // A batch of reads that are quick ends before it would look.
+        interrupt()?;
         let mut wants: Vec<Want> = (0..depth * ROUNDS)
             .map(|_| {
                 let span = plane.span(random.below(rows));
@@ -134,5 +136,65 @@ impl Random {
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         (mixed ^ (mixed >> 31)) % end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::discover::TableRef;
+    use crate::mode::Io;
+    use crate::reader::{Located, Options};
+    use crate::testing::{Folder, tensor};
+
+    fn open(folder: &Folder, rows: u64, io: Io) -> Option<Reader> {
+        let path = folder.tensors("t.safetensors", &[tensor("t", "U8", &[rows, 160])]);
+        let located = Located::find(&path, TableRef::Name("t")).unwrap();
+        let options = Options {
+            io,
+            ..Options::default()
+        };
+        // Where rings are refused there is none to measure with.
+        Reader::open(located, options).ok()
+    }
+
+    #[test]
+    fn reads_are_made_in_every_way_and_counted() {
+        for io in [Io::Direct, Io::Uring, Io::Pread] {
+            for depth in [1, 16] {
+                let folder = Folder::new();
+                let Some(reader) = open(&folder, 5000, io) else {
+                    continue;
+                };
+                let time = Duration::from_millis(200);
+                let rate = measure(&reader, depth, time, 7, &|| Ok(())).unwrap();
+                assert!(rate.reads > 0, "{io:?} {rate:?}");
+                assert!(rate.bytes >= rate.reads * 160);
+                assert!((1..=depth as u64).contains(&rate.depth), "{io:?} {rate:?}");
+                assert!(rate.elapsed >= Duration::from_millis(100));
+                assert_eq!(rate.gaps.count, rate.reads);
+            }
+        }
+    }
+
+    #[test]
+    fn an_interrupt_stops_it() {
+        let folder = Folder::new();
+        let Some(reader) = open(&folder, 5000, Io::Pread) else {
+            return;
+        };
+        let stop = || Err(Error::Cancelled);
+        let outcome = measure(&reader, 4, Duration::from_secs(60), 7, &stop);
+        assert!(matches!(outcome, Err(Error::Cancelled)));
+    }
+
+    #[test]
+    fn a_table_without_rows_is_refused() {
+        let folder = Folder::new();
+        let Some(reader) = open(&folder, 0, Io::Pread) else {
+            return;
+        };
+        let outcome = measure(&reader, 1, Duration::from_secs(1), 7, &|| Ok(()));
+        assert!(outcome.unwrap_err().to_string().contains("no rows"));
     }
 }

@@ -444,13 +444,14 @@ pub(crate) fn gather_many(
 pub(crate) fn gather_tokens(
     py: Python<'_>,
     hash: &NgramHash,
-    this: &Bound<'_, Reader>,
+    reader: &Bound<'_, Reader>,
     tokens: &Bound<'_, PyAny>,
     query_start_loc: Option<&Bound<'_, PyAny>>,
     context: Option<&Bound<'_, PyAny>>,
     planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
     pad_id: Option<i64>,
 ) -> PyResult<()> {
+    let this = reader;
     let reader = this.get();
     reader.require_planes(py, planes.len())?;
     let inputs = Inputs::read(py, tokens, query_start_loc, context)?;

@@ -151,7 +151,7 @@ def _rates(
     in_memory: bool,
 ) -> list[Finding]:
     try:
-        direct = _engram.Reader(os.fspath(path), info.name, "direct", None, "auto", None)
+        direct = _engram.Reader(os.fspath(path), info.name, "direct", None, "auto", None, 0)
     except OSError as error:
         return [storage.direct_io(None, describe(error))]
     found = [storage.direct_io(direct.stats()["io"])]

@@ -391,3 +391,6 @@ fn total_size(index: &str) -> Option<u64> {
     let root: Root = serde_json::from_str(index).ok()?;
     Some(root.metadata.total_size)
 }
+
+#[cfg(test)]
+mod tests;

@@ -302,6 +302,7 @@ impl Round<'_> {
                 interrupt: self.control.interrupt,
             };
             let outcome = engine(self.reader())?.fetch(&batch, &mut done, &mut idle);
+            self.look_at_sizes();
             let now = self.whole_rows()?;
             match outcome {
                 Ok(taken) => {
@@ -314,10 +315,26 @@ impl Round<'_> {
                 Err(error) => return Err(self.locate(error)),
             }
         }
+        if reads.is_empty() {
+            self.look_at_sizes();
+            self.whole_rows()?;
+        }
         report.reads += cost.reads;
         report.bytes_read += cost.bytes;
         self.charge(reads, cost, started);
         Ok(())
+    }
+
+    /// Looks at the sizes of the files that were read. While a file is being cut, a read of what is
+    /// cut off may bring zeros and no error: the kernel looks at the size first and copies then.
+    fn look_at_sizes(&self) {
+        let mut previous = None;
+        for read in &self.plan.reads {
+            if previous.replace(read.file) != Some(read.file) {
+                // Where the kernel will not say, the reads have said so.
+                let _ = self.files[read.file as usize].is_whole();
+            }
+        }
     }
 
     /// Where each file ends, all rows lying before that; an error if one does not. The ends are
@@ -367,16 +384,22 @@ impl Round<'_> {
 
     /// Scatters the bytes of one read, and notes that its pages are in memory now.
     fn deliver(&self, read: &Read, bytes: &[u8]) {
+        let file = &self.files[read.file as usize];
         for copy in self.plan.copies_of(read) {
             let within = copy.within as usize;
             let row = &bytes[within..within + copy.len as usize];
             let lane = &self.lanes[copy.lane as usize];
             lane.sink.write(copy.position as usize, row);
-            if let Some(keeper) = lane.keeper {
+            let end = read.offset + u64::from(copy.within + copy.len);
+            // Others may be served a kept row at once, before this call looks at the sizes.
+            if let Some(keeper) = lane.keeper
+                && file
+                    .is_whole()
+                    .is_ok_and(|whole| whole || end <= file.end())
+            {
                 keeper.arrived(copy.position, row);
             }
         }
-        let file = &self.files[read.file as usize];
         if self.way.alignment.is_none() && file.map().is_ok() {
             let residency = file.residency();
             residency.set(residency.pages_of(read.offset, u64::from(read.len)));
