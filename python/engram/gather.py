@@ -52,7 +52,7 @@ class FileGather:
             forbids both.
         cache_bytes: Memory for a cache of rows, 0 for none: bytes, a size such as `"2GiB"`, or a
             share such as `"25%"` of the machine's memory, or of its control group's limit where
-            that is lower. For tables that memory cannot hold: a row takes its own bytes and six
+            that is lower. For tables that memory cannot hold: a row takes its own bytes and five
             more, where the page cache keeps 4,096 of it. `"auto"` then reads rows past the page
             cache where it can, and uses what the page cache has all the same.
         threads: Threads for large copies; None for the smaller of CPU affinity and cgroup quota.
