@@ -30,13 +30,13 @@ impl Trace {
         })
     }
 
-    /// Adds batches of `batch` lookups each; a row counts once per batch.
+    /// Adds batches of `batch` lookups each; a row counts once per batch, -1 not at all.
     pub fn append(&mut self, ids: &[i64], batch: usize) -> Result<()> {
         let size = (4 * batch).next_power_of_two();
         self.seen.resize(size, NONE);
         for part in ids.chunks(batch.max(1)) {
             self.seen.fill(NONE);
-            for &id in part {
+            for &id in part.iter().filter(|&&id| id != -1) {
                 let row = u32::try_from(id)
                     .ok()
                     .filter(|&row| (row as usize) < self.universe)
@@ -308,9 +308,9 @@ mod tests {
         assert!(Trace::new(0).is_err());
         let mut trace = Trace::new(40).expect("small");
         assert!(trace.append(&[40], 1).is_err());
-        assert!(trace.append(&[-1], 1).is_err());
-        trace.append(&[3, 3, 4], 2).expect("in range");
-        assert_eq!(trace.lookups(), [1, 1]);
+        assert!(trace.append(&[-2], 1).is_err());
+        trace.append(&[3, 3, 4, -1, -1], 2).expect("in range");
+        assert_eq!(trace.lookups(), [1, 1, 0]);
         for wrong in ["fifo", "set:ways", "set:ways=many"] {
             assert!(trace.misses(wrong, 4).is_err(), "{wrong}");
         }
