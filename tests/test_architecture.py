@@ -22,9 +22,9 @@ CORE_ORDER = [
     "header", "checkpoint", "table", "discover",
     "plan",
     "threads", "crew", "buffer", "fault", "map", "residency", "filesystem", "file",
-    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "reader",
+    "fetch", "mode", "cuts", "trim", "stats", "in_flight", "cache", "reader",
     "views", "load",
-    "reread", "gather", "verify", "warm", "hosted",
+    "reread", "gather", "hot", "verify", "warm", "hosted",
     "schedule", "ticket",
     "hash", "step",
     "bench",
@@ -38,7 +38,7 @@ BINDING_ORDER = [
 """The same for the binding, which may import all of the core."""
 
 PYTHON_ORDER = [
-    "_engram", "_errors", "_notices", "_dtypes", "_arguments",
+    "_engram", "_errors", "_notices", "_dtypes", "_arguments", "_sizes", "pagecache",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
     "gather", "table_set", "views",
     "quant", "hashing",
@@ -52,6 +52,7 @@ PYTHON_ORDER = [
 
 UNSAFE = {
     "core/buffer.rs",
+    "core/cache/memory.rs",
     "core/crew.rs",
     "core/fault.rs",
     "core/fetch/uring.rs",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from engram._engram import CheckpointError, __version__
 from engram.buffer import HostBuffer
-from engram.gather import FileGather, Residency, drop_cache
+from engram.gather import FileGather
+from engram.pagecache import Residency, drop_cache
 from engram.rows import Rows
 from engram.table import PieceInfo, PlaneInfo, Planes, TableInfo, tables
 from engram.table_set import TableSet

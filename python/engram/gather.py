@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,8 +13,10 @@ from engram._arguments import optional_number, out_of_range, path_text, table_ar
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._notices import notify
+from engram._sizes import budget
 from engram._targets import PlaneTargets, allocate, targets
 from engram._views import expectation, open_views
+from engram.pagecache import Residency
 from engram.table import Planes, TableInfo
 from engram.ticket import Ticket, submit
 from engram.verification import Verification
@@ -32,31 +32,6 @@ Advice = Literal["auto", "random", "normal"]
 
 Request = tuple[_engram.Reader, "NDArray[np.int64]", PlaneTargets, int | None]
 """Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """How much of a table is in memory.
-
-    Attributes:
-        pages: Pages that hold rows of the table.
-        resident: Those that are in memory; None where the kernel does not tell (it tells only the
-            owner of a file and those who may write it) or the file is not mapped.
-        believed: Those that engram believes to be in memory.
-        page_bytes: Bytes of a page.
-    """
-
-    pages: int
-    resident: int | None
-    believed: int
-    page_bytes: int
-
-    @property
-    def share(self) -> float | None:
-        """Share of the table's pages in memory, from 0.0 to 1.0; None where unknown."""
-        if self.resident is None:
-            return None
-        return self.resident / self.pages if self.pages else 1.0
 
 
 class FileGather:
@@ -75,14 +50,19 @@ class FileGather:
             page cache. What runs in the end, and why, is in `stats()["io"]`. Mappings come with
             a handler of SIGBUS for pages that cannot be read; `ENGRAM_SIGBUS=0` in the environment
             forbids both.
-        cache_bytes: Budget for a cache of rows; 0, the only value so far, is none.
+        cache_bytes: Memory for a cache of rows, 0 for none: bytes, a size such as `"2GiB"`, or a
+            share such as `"25%"` of the machine's memory, or of its control group's limit where
+            that is lower. For tables that memory cannot hold: a row takes its own bytes and six
+            more, where the page cache keeps 4,096 of it. `"auto"` then reads rows past the page
+            cache where it can, and uses what the page cache has all the same.
         threads: Threads for large copies; None for the smaller of CPU affinity and cgroup quota.
         advice: Advice for the mapping: `"random"` (which `"auto"` chooses) makes an unexpected
             fault read one page, `"normal"` lets it read ahead.
         max_mapped_bytes: Cap on resident bytes of the mapping; None for none.
 
     Raises:
-        ValueError: No such table, or several to choose from; they are listed.
+        ValueError: No such table, or several to choose from; they are listed. Or `cache_bytes` is
+            no size, too small for any row (with the minimum), or more than there is memory.
         FileNotFoundError: Files are missing; every one of them is listed.
         CheckpointError: The files contradict themselves, the index or `config.json`.
         OSError: The kernel refused, or the asked `io` cannot run here; with errno and path.
@@ -94,17 +74,11 @@ class FileGather:
         table: str | int | None = None,
         *,
         io: Io = "auto",
-        cache_bytes: int = 0,
+        cache_bytes: int | str = 0,
         threads: int | None = None,
         advice: Advice = "auto",
         max_mapped_bytes: int | None = None,
     ) -> None:
-        if cache_bytes != 0:
-            raise placed(
-                ValueError(
-                    f"cache_bytes={cache_bytes!r}: this version has no cache of rows; leave it at 0"
-                )
-            )
         self._path = path_text(path)
         arguments = (
             table_argument(table),
@@ -112,6 +86,7 @@ class FileGather:
             optional_number("threads", threads),
             advice,
             optional_number("max_mapped_bytes", max_mapped_bytes),
+            budget("cache_bytes", cache_bytes),
         )
         try:
             self._native = _engram.Reader(self._path, *arguments)
@@ -247,11 +222,11 @@ class FileGather:
         return targets(self.planes, out, shape, count)
 
     def prefetch(self, ids: Any) -> None:
-        """Starts reading rows that will be wanted soon into the page cache; returns at once.
+        """Starts reading rows that will be wanted soon; returns at once.
 
-        Rows believed resident are skipped. With `io="direct"` there is no cache to read into and
-        nothing is done. A read that fails is counted in `stats()`; the gather that wants the row
-        reports it.
+        They go to the cache of rows, or to the page cache if there is no budget for one; rows that
+        are there are skipped. With `io="direct"` and no budget nothing is done. A read that fails
+        is counted in `stats()`; the gather that wants the row reports it.
 
         Args:
             ids: Row ids, as for `gather`.
@@ -291,9 +266,78 @@ class FileGather:
         Returns:
             A plain dictionary. `"io"` says what was asked for, what runs and why; counters count
             calls, rows, bytes and reads; `"seconds"` holds latency distributions of the phases
-            `plan`, `copy` and `fetch` and of whole calls.
+            `plan`, `copy` and `fetch` and of whole calls; `"cache"` has the budget and room of the
+            cache of rows, and what it has done since opening: rows found (`hits`) and not
+            (`misses`), put in, given up for others, not put in, `waited` for because another call
+            was reading them, and the bytes of the rows found, in all and by plane.
         """
         return self._native.stats()
+
+    def resize(self, cache_bytes: int | str) -> None:
+        """Changes the budget of the cache of rows, also while other threads gather.
+
+        Rows in it stay as far as they fit, those wanted most first. While they are moved the old
+        and the new cache together take no more than the larger budget.
+
+        Args:
+            cache_bytes: As for `FileGather`; 0 gives all of it back.
+
+        Raises:
+            ValueError: As on opening; the budget is what it was then. Or closed.
+        """
+        try:
+            self._native.resize(budget("cache_bytes", cache_bytes))
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
+
+    def save_hot(self, path: str | os.PathLike[str]) -> int:
+        """Writes which rows are in the cache to a file, for `load_hot` after the next start.
+
+        Ids alone are written, one or two bytes each, and how often each was wanted. The file
+        appears whole or not at all, and only its owner may read it.
+
+        Args:
+            path: The file; one that exists is replaced.
+
+        Returns:
+            Number of rows listed.
+
+        Raises:
+            ValueError: There is no cache of rows; or closed.
+            OSError: The file cannot be written.
+        """
+        try:
+            return self._native.save_hot(path_text(path))
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
+
+    def load_hot(self, path: str | os.PathLike[str], progress: Any = None) -> int:
+        """Reads the rows that `save_hot` listed into the cache, in the order of the files.
+
+        If the budget is too small for all, those wanted most are read. Other threads may gather
+        meanwhile. An exception from `progress`, or a signal, leaves what has been read.
+
+        Args:
+            path: A file written by `save_hot` for the same table, of any budget.
+            progress: Called with `(rows_done, rows_total)` now and then, on this thread.
+
+        Returns:
+            Number of listed rows in the cache afterwards.
+
+        Raises:
+            CheckpointError: A file of another table or other files, or one that is damaged; nothing
+                is read then.
+            FileNotFoundError: No such file.
+            ValueError: There is no cache of rows; or closed.
+            OSError: A read failed.
+        """
+        try:
+            return self._native.load_hot(path_text(path), progress)
+        except Exception as error:
+            complete(error, table=self._info.name)
+            raise
 
     def verify(
         self, rows: int | None = 1024, *, seed: int = 0, progress: Any = None
@@ -319,7 +363,8 @@ class FileGather:
         """Serves the same table from new files, without a gap.
 
         Calls under way end with the files they began with, calls that begin later use the new ones,
-        and none sees both. Counters begin anew. If this fails, the old files go on being served.
+        and none sees both. Counters begin anew, and so does the cache of rows. If this fails, the
+        old files go on being served.
 
         Args:
             path: A checkpoint with a table of the same name, planes and encoding, whatever its
@@ -432,24 +477,6 @@ class FileGather:
             f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} "
             f"bytes ({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
         )
-
-
-def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> int:
-    """Drops the page cache of files, for benchmarks and tests.
-
-    Args:
-        files: One path or several, such as `FileGather.files`.
-
-    Returns:
-        Bytes that stayed resident all the same, because another process maps or locks them.
-
-    Raises:
-        OSError: A file cannot be opened or synced.
-    """
-    given: Any = files
-    one = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
-    paths: list[Any] = [given] if one else list(cast("Iterable[Any]", given))
-    return _engram.drop_cache([path_text(path) for path in paths])
 
 
 if hasattr(os, "register_at_fork"):

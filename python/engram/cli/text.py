@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from rich.console import Console
+
+from engram._sizes import parse_size as parse_size
 
 _WIDTH = 120
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{name.upper(): 1024**power for power, name in enumerate(_BINARY) if power},
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", start=1)},
-}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_size(text: str) -> int:
-    """Bytes in a size such as `6GiB`, `1.5 GB`, `200MiB` or `4096`.
-
-    Raises:
-        ValueError: Not a size; says what one looks like.
-    """
-    match = _SIZE.fullmatch(text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size; write bytes, or for example 6GiB, 1.5GB, 200MiB")
-    return int(float(match[1]) * unit)
 
 
 def format_bytes(count: float) -> str:

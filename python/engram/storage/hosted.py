@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from engram import _engram
 from engram._targets import bytes_of
 from engram.buffer import HostBuffer
-from engram.gather import FileGather, drop_cache
+from engram.gather import FileGather
+from engram.pagecache import drop_cache
 from engram.storage import hugepages, preflight
 from engram.storage.base import Progress, Storage, no_bytes
 from engram.storage.loading import chunks_of_views, require_same

@@ -166,6 +166,19 @@ impl HostBuffer {
         }
     }
 
+    /// Gives the memory of `bytes`, whole pages, back to the kernel; they hold zeros afterwards.
+    pub(crate) fn discard(&self, bytes: Range<usize>) -> io::Result<()> {
+        let Mapping::Private(map) = &self.map else {
+            return Err(io::ErrorKind::Unsupported.into());
+        };
+        let bytes = self.pages(&bytes)?;
+        let (start, length) = (self.start + bytes.start, bytes.end - bytes.start);
+        // SAFETY: the range lies in the buffer, which is private and anonymous, so its pages become
+        // zeros. Bytes that become zeros are as good as written by another thread; whoever reads
+        // them meanwhile does so through atomics, or not at all.
+        unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, length) }
+    }
+
     /// Whole pages of `bytes`, which must lie in the buffer.
     fn pages(&self, bytes: &Range<usize>) -> io::Result<Range<usize>> {
         if bytes.start > bytes.end || bytes.end > self.len {
@@ -347,6 +360,17 @@ impl<'a> PlaneSink<'a> {
         })
     }
 
+    /// The same places, for as long as nobody uses this sink for others.
+    pub(crate) fn again(&self) -> PlaneSink<'_> {
+        PlaneSink {
+            base: self.base,
+            stride: self.stride,
+            row_bytes: self.row_bytes,
+            rows: self.rows,
+            memory: PhantomData,
+        }
+    }
+
     /// Rows the sink holds.
     pub fn rows(&self) -> usize {
         self.rows
@@ -405,10 +429,14 @@ impl<'a> PlaneSink<'a> {
     /// Whether a row, written before and by nobody now, is `bytes`.
     pub(crate) fn holds(&self, position: usize, bytes: &[u8]) -> bool {
         assert_eq!(bytes.len(), self.row_bytes, "row length");
+        self.look(position, |row| row == bytes)
+    }
+
+    /// Shows `look` a row, written before and by nobody now.
+    pub(crate) fn look<T>(&self, position: usize, look: impl FnOnce(&[u8]) -> T) -> T {
         // SAFETY: `row` gives the address of `row_bytes` bytes, initialised because the row was
         // written; the caller sees to it that no thread writes to the row meanwhile.
-        let row = unsafe { std::slice::from_raw_parts(self.row(position), self.row_bytes) };
-        row == bytes
+        look(unsafe { std::slice::from_raw_parts(self.row(position), self.row_bytes) })
     }
 
     /// Fills one row with zeros.

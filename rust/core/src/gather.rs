@@ -11,15 +11,18 @@
 //! A batch whose rows are all resident knows only the first step and the last, and a small one never
 //! leaves the calling thread.
 
+mod cached;
 mod fill;
 mod prefetch;
 mod proof;
 mod sweep;
 
+pub(crate) use cached::{Wanted, restore};
 pub use prefetch::prefetch;
 
 use std::time::{Duration, Instant};
 
+use cached::{Arrivals, Keeper};
 use smallvec::SmallVec;
 
 use crate::buffer::PlaneSink;
@@ -109,6 +112,10 @@ struct Lane<'a> {
     belief: Belief,
     /// Rows that are not copied at once are advised of first and copied then, rather than read.
     advised: bool,
+    /// Alignment of direct reads; `None` for reads through the page cache.
+    direct: Option<u64>,
+    /// Where rows go on to, which are kept in a cache.
+    keeper: Option<Keeper<'a>>,
 }
 
 /// Which rows a sweep may copy from the mapping.
@@ -146,45 +153,97 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
 fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
     let armed = proof::arm(requests, started)?;
     let mut report = Report::default();
-    let mut lanes = Lanes::new();
-    let mut first_file = 0;
+    let mut kept = false;
     for request in requests {
         report.padded += check(request)?;
         report.rows += request.ids.len() as u64;
         let reader = request.reader;
-        let mapped = reader.mode().mapped && armed;
-        // Advice is followed by copies that wait as long as the device takes.
-        let advised = mapped && reader.mode().asked == Io::Mmap && control.deadline.is_none();
+        kept |= reader.row_cache().is_active();
         let stats = reader.stats();
         stats.rows.add(request.ids.len() as u64);
         stats
             .bytes_wanted
             .add(request.ids.len() as u64 * reader.table().row_bytes() as u64);
-        for (index, (plane, sink)) in reader.table().planes.iter().zip(&request.sinks).enumerate() {
-            lanes.push(Lane {
-                cuts: reader.cuts(index),
-                reader,
-                plane,
-                sink,
-                ids: request.ids,
-                pad_id: request.pad_id,
-                first_file,
-                belief: if mapped && !advised {
-                    Belief::Pages
-                } else {
-                    Belief::Nothing
-                },
-                advised,
-            });
-        }
-        first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
     }
-    let mut rest = sweep::sweep(&lanes, control, started)?;
-    if !rest.is_empty() {
-        fill::fill(&lanes, &mut rest, requests, control, started, &mut report)?;
+    let round = Round {
+        armed,
+        control,
+        started,
+    };
+    if kept {
+        cached::run(requests, &round, &mut report)?;
+    } else {
+        round.run(requests, &[], &mut report)?;
     }
-    proof::prove(&lanes, &rest, requests, control, &mut report)?;
     Ok(report)
+}
+
+/// What the rounds of one gather have in common.
+struct Round<'a> {
+    /// Whether rows may be copied from mappings.
+    armed: bool,
+    control: &'a Control<'a>,
+    started: Instant,
+}
+
+impl Round<'_> {
+    /// Gets the rows of all `requests`, whose ids have been checked. `arrivals` are told of the rows
+    /// of those requests whose places they stand at.
+    fn run(
+        &self,
+        requests: &[Request<'_, '_>],
+        arrivals: &[Option<&Arrivals<'_>>],
+        report: &mut Report,
+    ) -> Result<()> {
+        let mut lanes = Lanes::new();
+        let mut first_file = 0;
+        for (place, request) in requests.iter().enumerate() {
+            let reader = request.reader;
+            let arrivals = arrivals.get(place).copied().flatten();
+            let mapped = reader.mode().mapped && self.armed;
+            // Advice is followed by copies that wait as long as the device takes.
+            let advised =
+                mapped && reader.mode().asked == Io::Mmap && self.control.deadline.is_none();
+            let direct = match arrivals {
+                None => reader.mode().direct,
+                Some(_) => reader.cached_direct(),
+            };
+            for (index, (plane, sink)) in
+                reader.table().planes.iter().zip(&request.sinks).enumerate()
+            {
+                lanes.push(Lane {
+                    cuts: reader.cuts(index),
+                    reader,
+                    plane,
+                    sink,
+                    ids: request.ids,
+                    pad_id: request.pad_id,
+                    first_file,
+                    belief: if mapped && !advised {
+                        Belief::Pages
+                    } else {
+                        Belief::Nothing
+                    },
+                    advised,
+                    direct,
+                    keeper: arrivals.map(|arrivals| arrivals.of_plane(index)),
+                });
+            }
+            first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
+        }
+        let mut rest = sweep::sweep(&lanes, self.control, self.started)?;
+        if !rest.is_empty() {
+            fill::fill(
+                &lanes,
+                &mut rest,
+                requests,
+                self.control,
+                self.started,
+                report,
+            )?;
+        }
+        proof::prove(&lanes, &rest, requests, self.control, report)
+    }
 }
 
 /// Refuses ids outside the table before any row moves; counts the padded ones.

@@ -19,6 +19,7 @@
 #[cfg(all(feature = "bench", target_os = "linux"))]
 pub mod bench;
 pub mod buffer;
+pub mod cache;
 pub mod cgroup;
 pub mod checkpoint;
 mod crew;
@@ -33,6 +34,7 @@ pub mod gather;
 pub mod hash;
 pub mod header;
 pub mod hosted;
+pub mod hot;
 mod in_flight;
 pub mod latency;
 pub mod load;

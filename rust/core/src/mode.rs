@@ -206,7 +206,7 @@ fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
 }
 
 /// The largest alignment any file asks for; all files are read alike, so one refusal is for all.
-fn resolve_direct(files: &[Arc<OpenFile>], fallbacks: &mut Vec<String>) -> Option<u64> {
+pub(crate) fn resolve_direct(files: &[Arc<OpenFile>], fallbacks: &mut Vec<String>) -> Option<u64> {
     let mut alignment = 512;
     for file in files {
         match file.direct() {

@@ -88,6 +88,17 @@ impl Coalesce {
     }
 }
 
+impl Coalesce {
+    /// The same for many rows in the order of the file: reading on costs less than another read.
+    #[must_use]
+    pub fn in_order(self) -> Self {
+        Self {
+            unit: self.unit.max(8 << 10),
+            ..self
+        }
+    }
+}
+
 /// The reads of one gather, in file order, and where their bytes go.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use crate::cache::RowCache;
 use crate::checkpoint::{Checkpoint, CheckpointFile, Shadowed};
 use crate::cuts::Cuts;
 use crate::discover::{self, TableRef};
@@ -13,7 +14,7 @@ use crate::file::{Mapping, OpenFile};
 use crate::in_flight::InFlight;
 use crate::mode::{self, Io, Mode};
 use crate::stats::Stats;
-use crate::table::Table;
+use crate::table::{Plane, Table};
 use crate::threads;
 use crate::trim::Trimmer;
 
@@ -53,6 +54,8 @@ pub struct Options {
     pub advice: Advice,
     /// Cap on the mapping's resident bytes.
     pub max_mapped_bytes: Option<u64>,
+    /// Bytes for a cache of rows; 0 for none.
+    pub cache_bytes: u64,
 }
 
 impl Default for Options {
@@ -62,6 +65,7 @@ impl Default for Options {
             threads: None,
             advice: Advice::Auto,
             max_mapped_bytes: None,
+            cache_bytes: 0,
         }
     }
 }
@@ -95,6 +99,9 @@ pub struct Reader {
     /// Compare every gathered row with a second read of it.
     checks_rows: bool,
     digests: Mutex<Digests>,
+    row_cache: RowCache,
+    /// Alignment of direct reads of rows that are cached; found out when there is first a budget.
+    cached_direct: OnceLock<Option<u64>>,
 }
 
 /// A table and the files it has rows in, before they are opened for reading.
@@ -167,7 +174,11 @@ impl Reader {
                 path.display()
             )));
         }
-        Self::open(located, self.options)
+        let options = Options {
+            cache_bytes: self.row_cache.budget(),
+            ..self.options
+        };
+        Self::open(located, options)
     }
 
     fn open_files(located: Located, options: Options) -> Result<Self> {
@@ -209,8 +220,11 @@ impl Reader {
         } else {
             None
         };
-        Ok(Self {
+        let plane_bytes = table.planes.iter().map(Plane::row_bytes).collect();
+        let reader = Self {
             cuts: cuts.unwrap_or_default(),
+            row_cache: RowCache::new(plane_bytes, table.rows()),
+            cached_direct: OnceLock::new(),
             table,
             files,
             mode,
@@ -227,7 +241,61 @@ impl Reader {
             shadowed,
             checks_rows: std::env::var_os("ENGRAM_VERIFY").is_some_and(|value| value == "1"),
             digests: Mutex::default(),
+        };
+        reader.resize_cache(options.cache_bytes, &|| Ok(()))?;
+        Ok(reader)
+    }
+
+    /// The cache of rows, which may have no budget.
+    #[inline]
+    pub fn row_cache(&self) -> &RowCache {
+        &self.row_cache
+    }
+
+    /// Changes the budget for cached rows: see [`RowCache::resize`]. With one, `auto` reads missing
+    /// rows past the page cache where it can.
+    pub fn resize_cache(&self, bytes: u64, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
+        if bytes > 0 {
+            self.cached_direct();
+        }
+        self.row_cache.resize(bytes, interrupt)
+    }
+
+    /// Alignment of direct reads of rows that are cached; `None` for reads through the page cache.
+    pub(crate) fn cached_direct(&self) -> Option<u64> {
+        if self.mode.asked != Io::Auto {
+            return self.mode.direct;
+        }
+        *self.cached_direct.get_or_init(|| {
+            let mut fallbacks = Vec::new();
+            let direct = mode::resolve_direct(&self.files, &mut fallbacks);
+            for fallback in fallbacks {
+                self.note_fallback(fallback);
+            }
+            direct
         })
+    }
+
+    /// Alignment of direct reads; `None` for reads through the page cache.
+    pub fn direct(&self) -> Option<u64> {
+        if self.row_cache.is_active() {
+            self.cached_direct()
+        } else {
+            self.mode.direct
+        }
+    }
+
+    /// A few words naming what runs.
+    pub fn runs(&self) -> String {
+        let mode = Mode {
+            direct: self.direct(),
+            ..self.mode.clone()
+        };
+        if self.row_cache.is_active() {
+            format!("cache+{}", mode.name())
+        } else {
+            mode.name()
+        }
     }
 
     /// The table.

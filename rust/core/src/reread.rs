@@ -19,7 +19,7 @@ impl Again {
     /// For rows that `reader` serves.
     pub(crate) fn new(reader: &Reader) -> Result<Self> {
         Ok(Self {
-            direct: reader.mode().direct.is_none()
+            direct: reader.direct().is_none()
                 && reader.files().iter().all(|file| file.direct().is_ok()),
             buffer: HostBuffer::new(1, false)?,
         })

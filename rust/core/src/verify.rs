@@ -105,7 +105,7 @@ pub fn verify(
 ) -> Result<Verification> {
     let mut again = Again::new(reader)?;
     let mut found = Verification {
-        ways: [reader.mode().name(), again.name().to_owned()],
+        ways: [reader.runs(), again.name().to_owned()],
         shadowed: reader.shadowed().to_vec(),
         ..Verification::default()
     };

@@ -11,7 +11,7 @@ use engram_core::gather::{self, Request, gather};
 use engram_core::mode::Io;
 use engram_core::reader::{Advice, Located, Options, Reader as CoreReader};
 use engram_core::ticket::drain;
-use engram_core::{verify, warm};
+use engram_core::{hot, verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -121,6 +121,7 @@ impl Reader {
 #[pymethods]
 impl Reader {
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "they are FileGather's")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -129,6 +130,7 @@ impl Reader {
         threads: Option<usize>,
         advice: &str,
         max_mapped_bytes: Option<u64>,
+        cache_bytes: u64,
     ) -> PyResult<Self> {
         let io = Io::from_name(io).or_raise(py)?;
         let advice = Advice::from_name(advice).or_raise(py)?;
@@ -137,6 +139,7 @@ impl Reader {
             threads,
             advice,
             max_mapped_bytes,
+            cache_bytes,
         };
         let reader = py
             .detach(|| {
@@ -243,6 +246,50 @@ impl Reader {
             resident.believed,
             resident.page_bytes,
         ))
+    }
+
+    /// Changes the budget for cached rows, 0 for none.
+    fn resize(&self, py: Python<'_>, cache_bytes: u64) -> PyResult<()> {
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome = py.detach(|| {
+            interrupts.run(|control| reader.resize_cache(cache_bytes, control.interrupt))
+        });
+        interrupts.raise(py, outcome)
+    }
+
+    /// Writes the ids of the cached rows to a file; returns how many there are.
+    fn save_hot(&self, py: Python<'_>, path: PathBuf) -> PyResult<u64> {
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome =
+            py.detach(|| interrupts.run(|control| hot::save(reader, &path, control.interrupt)));
+        interrupts.raise(py, outcome)
+    }
+
+    /// Reads the rows listed in such a file into the cache; returns how many are there then.
+    fn load_hot(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
+        let interrupts = Interrupts::new(py, None)?;
+        let entered = self.enter(py)?;
+        let reader = &*entered;
+        let outcome = py.detach(|| {
+            interrupts.run(|control| {
+                hot::load(reader, &path, control, &mut |done, total| {
+                    interrupts.attached(|py| match &progress {
+                        Some(progress) => progress.call1(py, (done, total)).map(drop),
+                        None => Ok(()),
+                    })
+                })
+            })
+        });
+        interrupts.raise(py, outcome)
     }
 
     /// Closes after running calls and tickets in flight have ended.

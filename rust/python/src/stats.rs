@@ -1,5 +1,6 @@
 //! Counters and latencies as a dictionary.
 
+use engram_core::cache::Cache;
 use engram_core::latency::Summary;
 use engram_core::reader::Reader;
 use pyo3::prelude::*;
@@ -15,6 +16,9 @@ pub(crate) struct Snapshot {
     threads: usize,
     counters: Vec<(&'static str, u64)>,
     latencies: [(&'static str, Summary); 4],
+    cache: Vec<(&'static str, u64)>,
+    /// Bytes of rows that came from the cache, by plane.
+    saved: Vec<(&'static str, u64)>,
 }
 
 pub(crate) fn collect(reader: &Reader) -> Snapshot {
@@ -27,10 +31,23 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
         .collect();
     filesystems.sort_unstable();
     filesystems.dedup();
+    let row_cache = reader.row_cache();
+    let cache = row_cache.current();
+    let of_cache = |value: fn(&Cache) -> u64| cache.as_deref().map_or(0, value);
+    let cached = row_cache.stats();
+    let saved: Vec<_> = reader
+        .table()
+        .planes
+        .iter()
+        .map(|plane| {
+            let bytes = cached.hits.get() * plane.row_bytes() as u64;
+            (plane.name().name(), bytes)
+        })
+        .collect();
     Snapshot {
         asked: mode.asked.name(),
-        runs: mode.name(),
-        alignment: mode.direct,
+        runs: reader.runs(),
+        alignment: reader.direct(),
         filesystems,
         fallbacks: reader.fallbacks(),
         threads: reader.threads(),
@@ -61,6 +78,20 @@ pub(crate) fn collect(reader: &Reader) -> Snapshot {
             ("fetch", stats.fetch.summary()),
             ("call", stats.call.summary()),
         ],
+        cache: vec![
+            ("budget_bytes", row_cache.budget()),
+            ("index_bytes", of_cache(Cache::index_bytes)),
+            ("capacity", of_cache(Cache::capacity)),
+            ("rows", of_cache(Cache::len)),
+            ("hits", cached.hits.get()),
+            ("misses", cached.misses.get()),
+            ("insertions", cached.insertions.get()),
+            ("evictions", cached.evictions.get()),
+            ("admission_refusals", cached.admission_refusals.get()),
+            ("waited", cached.waited.get()),
+            ("bytes_saved", saved.iter().map(|(_, bytes)| bytes).sum()),
+        ],
+        saved,
     }
 }
 
@@ -91,6 +122,16 @@ impl Snapshot {
             seconds.set_item(name, item)?;
         }
         dict.set_item("seconds", seconds)?;
+        let cache = PyDict::new(py);
+        for (name, value) in self.cache {
+            cache.set_item(name, value)?;
+        }
+        let saved = PyDict::new(py);
+        for (name, value) in self.saved {
+            saved.set_item(name, value)?;
+        }
+        cache.set_item("bytes_saved_by_plane", saved)?;
+        dict.set_item("cache", cache)?;
         Ok(dict)
     }
 }

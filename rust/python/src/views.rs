@@ -39,6 +39,7 @@ pub(crate) fn bind_views(
         threads,
         advice: Advice::from_name(advice).or_raise(py)?,
         max_mapped_bytes,
+        cache_bytes: 0,
     };
     let opened = py.detach(|| {
         let views = views

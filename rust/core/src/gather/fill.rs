@@ -36,6 +36,8 @@ pub(super) struct Way {
     advised: bool,
     engine: Engine,
     alignment: Option<u64>,
+    /// Many rows in the order of the file: what lies between two is read too.
+    in_order: bool,
 }
 
 impl Way {
@@ -44,7 +46,8 @@ impl Way {
         Self {
             advised: lane.advised,
             engine: mode.engine,
-            alignment: mode.direct,
+            alignment: lane.direct,
+            in_order: lane.keeper.is_some_and(|keeper| keeper.in_order()),
         }
     }
 
@@ -57,8 +60,14 @@ impl Way {
     }
 
     pub(super) fn coalesce(self) -> Coalesce {
-        self.alignment
-            .map_or_else(Coalesce::page_cache, Coalesce::direct)
+        let coalesce = self
+            .alignment
+            .map_or_else(Coalesce::page_cache, Coalesce::direct);
+        if self.in_order {
+            coalesce.in_order()
+        } else {
+            coalesce
+        }
     }
 }
 
@@ -364,9 +373,11 @@ impl Round<'_> {
         for copy in self.plan.copies_of(read) {
             let within = copy.within as usize;
             let row = &bytes[within..within + copy.len as usize];
-            self.lanes[copy.lane as usize]
-                .sink
-                .write(copy.position as usize, row);
+            let lane = &self.lanes[copy.lane as usize];
+            lane.sink.write(copy.position as usize, row);
+            if let Some(keeper) = lane.keeper {
+                keeper.arrived(copy.position, row);
+            }
         }
         let file = &self.files[read.file as usize];
         if self.way.alignment.is_none() && file.map().is_ok() {

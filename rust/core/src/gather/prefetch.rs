@@ -1,9 +1,11 @@
-//! Rows that will be wanted soon: read into the page cache, copied nowhere.
+//! Rows that will be wanted soon: read into the cache of rows, or into the page cache where there is
+//! none, and copied nowhere.
 
 use std::sync::Arc;
 
-use super::check_ids;
 use super::fill::engine;
+use super::{Control, cached, check_ids};
+use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::fetch::Batch;
 use crate::plan::{Coalesce, Plan, Want};
@@ -14,15 +16,17 @@ use crate::threads;
 /// the device would only push out what it is about to use.
 const AT_ONCE: u64 = 16;
 
-/// Starts reading the rows of `ids` that are not believed resident, and returns at once. With
-/// direct I/O there is no cache to read into, and nothing is done.
+/// Starts reading the rows of `ids` that are not in the cache of rows, or without one those not
+/// believed resident, and returns at once. With direct I/O and no cache of rows there is nothing to
+/// read into, and nothing is done.
 ///
 /// Ids are checked before anything starts. A read that fails is counted, not reported: the gather
 /// that wants the row will meet the same failure and name it.
 pub fn prefetch(reader: &Arc<Reader>, ids: Vec<i64>) -> Result<()> {
     check_ids(&reader.table().name, reader.table().rows(), &ids, None)?;
     let stats = reader.stats();
-    if ids.is_empty() || reader.mode().direct.is_some() {
+    let cache = reader.row_cache().current();
+    if ids.is_empty() || (cache.is_none() && reader.mode().direct.is_some()) {
         return Ok(());
     }
     let Some(place) = reader.prefetches().enter(AT_ONCE) else {
@@ -32,11 +36,34 @@ pub fn prefetch(reader: &Arc<Reader>, ids: Vec<i64>) -> Result<()> {
     stats.prefetches.add(1);
     let reader = Arc::clone(reader);
     threads::spawn_blocking(move || {
-        if read(&reader, &ids).is_err() {
+        let outcome = match cache {
+            Some(cache) => fill(&reader, &cache, &ids),
+            None => read(&reader, &ids),
+        };
+        if outcome.is_err() {
             reader.stats().prefetches_failed.add(1);
         }
         drop(place);
     })
+}
+
+/// Stops when the reader is closed.
+fn unless_closing(reader: &Reader) -> Result<()> {
+    if reader.is_closing() {
+        return Err(Error::Cancelled);
+    }
+    Ok(())
+}
+
+fn fill(reader: &Reader, cache: &Arc<Cache>, ids: &[i64]) -> Result<()> {
+    let closing = || unless_closing(reader);
+    let control = Control {
+        deadline: None,
+        interrupt: &closing,
+    };
+    let rows = cached::fill(reader, cache, ids, &control)?.fetched;
+    reader.stats().rows_prefetched.add(rows);
+    Ok(())
 }
 
 fn read(reader: &Reader, ids: &[i64]) -> Result<()> {
@@ -63,13 +90,7 @@ fn read(reader: &Reader, ids: &[i64]) -> Result<()> {
         return Ok(());
     }
     let plan = Plan::new(&mut wants, Coalesce::page_cache());
-    let closing = || {
-        if reader.is_closing() {
-            Err(Error::Cancelled)
-        } else {
-            Ok(())
-        }
-    };
+    let closing = || unless_closing(reader);
     let ends: Vec<u64> = reader.files().iter().map(|file| file.end()).collect();
     let batch = Batch {
         reads: &plan.reads,

@@ -82,7 +82,7 @@ pub(super) fn prove(
 
 /// Compares every row with a second read of it.
 #[cold]
-fn read_again(lanes: &[Lane<'_>], control: &Control<'_>) -> Result<()> {
+pub(super) fn read_again(lanes: &[Lane<'_>], control: &Control<'_>) -> Result<()> {
     for lane in lanes.iter().filter(|lane| lane.reader.checks_rows()) {
         let table = &lane.reader.table().name;
         let mut again = Again::new(lane.reader)?;

@@ -19,13 +19,13 @@ const BLOCK: usize = 1024;
 const SHORT_BLOCK: usize = 64;
 
 /// Rows copied between two looks at the clock.
-const STRIP: usize = 1024;
+pub(super) const STRIP: usize = 1024;
 
 /// Rows per task when a batch is shared among threads, at least: a late helper then leaves little.
-const FEWEST_SHARED: usize = 256;
+pub(super) const FEWEST_SHARED: usize = 256;
 
 /// Batches below this many row parts stay on the calling thread: waking another costs more.
-const PARALLEL: usize = 2048;
+pub(super) const PARALLEL: usize = 2048;
 
 /// A copy slower than this much, plus a little per row, may have waited for a device.
 const SLOW: Duration = Duration::from_micros(20);
@@ -95,7 +95,7 @@ fn sweep_here(lanes: &[Lane<'_>], control: &Control<'_>, started: Instant) -> Re
     Ok(rests)
 }
 
-fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len)
         .step_by(size)
         .map(move |start| start..(start + size).min(len))
@@ -122,7 +122,8 @@ fn sweep_range(
     let mut sweep = Sweep {
         lane,
         cuts,
-        verify: verify || lane.reader.verifies(),
+        // Where rows are cached, memory is short: pages come and go.
+        verify: verify || lane.keeper.is_some() || lane.reader.verifies(),
         answers: Vec::new(),
         denied: 0,
         copied: 0,

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use safetensors::Dtype;
 
 use super::*;
+use crate::cache::Cache;
 use crate::checkpoint::CheckpointFile;
 use crate::reader::{Advice, Located, Options};
 use crate::table::{Encoding, Family, Piece, PlaneName, Table};
@@ -70,6 +71,11 @@ impl Fixture {
     }
 
     pub(super) fn open(&self, io: Io) -> Option<Reader> {
+        self.open_with(io, 0)
+    }
+
+    /// The same with a budget for cached rows.
+    pub(super) fn open_with(&self, io: Io, cache_bytes: u64) -> Option<Reader> {
         let files = self
             .paths
             .iter()
@@ -79,6 +85,7 @@ impl Fixture {
             io,
             threads: Some(2),
             advice: Advice::Auto,
+            cache_bytes,
             ..Options::default()
         };
         match Reader::open(
@@ -197,8 +204,10 @@ proptest! {
         let ids: Vec<i64> = picks.iter().map(|(pick, padded)| {
             if *padded && pad { -1 } else { i64::try_from(pick.index(rows)).unwrap() }
         }).collect();
-        for io in Io::ALL {
-            let Some(reader) = fixture.open(io) else { continue };
+        // No cache; one set, which gives rows up all the time; room for every row.
+        let budgets = [0, Cache::least_bytes(&row_bytes, 1), 1 << 20];
+        for (io, budget) in Io::ALL.into_iter().flat_map(|io| budgets.map(|budget| (io, budget))) {
+            let Some(reader) = fixture.open_with(io, budget) else { continue };
             if cold { fixture.drop_cache(); }
             for _ in 0..2 {
                 let (out, report) = fixture.gather(&reader, &ids, pad_id).unwrap();

@@ -1,0 +1,179 @@
+//! What a reader has of a cache: the budget, which may change, and what came of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwapOption;
+
+use super::{Cache, Claims, Insertion, Policy};
+use crate::cgroup;
+use crate::error::{Error, Result};
+use crate::stats::Counter;
+
+/// The policy of readers' caches.
+const POLICY: Policy = Policy::Counted;
+
+/// How long a change of the budget waits for another one before it looks for an interrupt.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// What a reader's caches have done since it was opened.
+#[derive(Debug, Default)]
+pub struct CacheStats {
+    /// Rows looked up that were in the cache.
+    pub hits: Counter,
+    /// Rows looked up that were not.
+    pub misses: Counter,
+    /// Rows put into the cache.
+    pub insertions: Counter,
+    /// Rows that gave way to others.
+    pub evictions: Counter,
+    /// Rows not put in: those they could replace were wanted more, or other threads had their set.
+    pub admission_refusals: Counter,
+    /// Missing rows that were not read because another call was reading them.
+    pub waited: Counter,
+}
+
+/// The cache of one reader, or none: its budget may be changed at any time.
+#[derive(Debug)]
+pub struct RowCache {
+    current: ArcSwapOption<Cache>,
+    active: AtomicBool,
+    plane_bytes: Vec<usize>,
+    rows: u64,
+    claims: Claims,
+    /// The process that is changing the budget, 0 for none.
+    resizing: AtomicU32,
+    stats: CacheStats,
+}
+
+/// Whoever changes the budget, until it is dropped.
+struct Turn<'a>(&'a AtomicU32);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
+    }
+}
+
+impl RowCache {
+    /// No cache, for a table of `rows` rows whose planes have these many bytes.
+    pub(crate) fn new(plane_bytes: Vec<usize>, rows: u64) -> Self {
+        Self {
+            current: ArcSwapOption::const_empty(),
+            active: AtomicBool::new(false),
+            plane_bytes,
+            rows,
+            claims: Claims::new(),
+            resizing: AtomicU32::new(0),
+            stats: CacheStats::default(),
+        }
+    }
+
+    /// Whether there is a budget.
+    #[inline]
+    pub fn is_active(&self) -> bool {
+        self.active.load(Ordering::Relaxed)
+    }
+
+    /// The cache, if there is a budget.
+    pub fn current(&self) -> Option<Arc<Cache>> {
+        self.current.load_full()
+    }
+
+    /// The budget in bytes; 0 for none.
+    pub fn budget(&self) -> u64 {
+        self.current
+            .load()
+            .as_ref()
+            .map_or(0, |cache| cache.budget())
+    }
+
+    /// What was done.
+    pub fn stats(&self) -> &CacheStats {
+        &self.stats
+    }
+
+    pub(crate) fn claims(&self) -> &Claims {
+        &self.claims
+    }
+
+    /// Counts what became of a row.
+    pub(crate) fn note(&self, insertion: Insertion) {
+        match insertion {
+            Insertion::Kept { evicted } => {
+                self.stats.insertions.add(1);
+                self.stats.evictions.add(u64::from(evicted.is_some()));
+            }
+            Insertion::Refused => self.stats.admission_refusals.add(1),
+            Insertion::Present => {}
+        }
+    }
+
+    /// Changes the budget, from now on, to `bytes`, 0 for none. Rows that were in the cache stay as
+    /// far as they fit, those wanted most first; meanwhile the two caches together take no more than
+    /// the larger budget. `interrupt` is called now and then; an error from it leaves the new budget
+    /// with the rows moved so far.
+    ///
+    /// # Errors
+    /// A budget too small for any row, or larger than the memory there is.
+    pub fn resize(&self, bytes: u64, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
+        self.check(bytes)?;
+        let _turn = self.turn(interrupt)?;
+        let old = self.current();
+        if old.as_ref().map_or(0, |cache| cache.budget()) == bytes {
+            return Ok(());
+        }
+        if bytes == 0 {
+            self.active.store(false, Ordering::Relaxed);
+            self.current.store(None);
+            return Ok(());
+        }
+        let new = Arc::new(Cache::new(bytes, &self.plane_bytes, self.rows, POLICY)?);
+        self.current.store(Some(Arc::clone(&new)));
+        self.active.store(true, Ordering::Relaxed);
+        old.map_or(Ok(()), |old| old.move_to(&new, interrupt))
+    }
+
+    /// Refuses a budget that no cache can have.
+    fn check(&self, bytes: u64) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let row: usize = self.plane_bytes.iter().sum();
+        let least = Cache::least_bytes(&self.plane_bytes, self.rows);
+        if bytes < least {
+            return Err(Error::value(format!(
+                "cache_bytes={bytes} is too small to keep rows of {row} bytes: the minimum is \
+                 {least} bytes; pass at least that, or 0 for no cache"
+            )));
+        }
+        let memory = cgroup::memory_limit();
+        if bytes > memory {
+            return Err(Error::value(format!(
+                "cache_bytes={bytes} is more than the {memory} bytes of memory that this process \
+                 may use; pass less, or a share such as \"25%\""
+            )));
+        }
+        Ok(())
+    }
+
+    /// Waits until nobody else changes the budget.
+    fn turn(&self, interrupt: &dyn Fn() -> Result<()>) -> Result<Turn<'_>> {
+        let process = std::process::id();
+        loop {
+            let holder = self.resizing.load(Ordering::Relaxed);
+            // A holder of another process was a thread of the parent, which is not here.
+            if holder != process
+                && self
+                    .resizing
+                    .compare_exchange(holder, process, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
+            {
+                return Ok(Turn(&self.resizing));
+            }
+            std::thread::sleep(PAUSE);
+            interrupt()?;
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! The memory of a cache: one mapping that holds index and rows.
+//!
+//! # Who may read and write what
+//!
+//! Everything in the mapping is atomics, so threads may read and write it at the same time without
+//! a data race. That a row is whole is the business of [`Set::state`], a sequence lock: a writer
+//! makes it odd, changes tags and words, and leaves it even and larger; a reader that finds the same
+//! even value before and after copying has copied what one writer left. Readers take no lock and
+//! write nothing but a counter, so a row that all threads want stays in all their caches.
+//!
+//! A lock that its thread never gives back (the process was forked at that moment) keeps one set of
+//! rows from being used and holds nobody up: readers take it for a miss, writers give up.
+#![expect(
+    unsafe_code,
+    reason = "views of atomics over mapped memory, rows written through raw addresses, prefetches"
+)]
+#![expect(
+    clippy::inline_always,
+    reason = "a call costs as much as the few instructions it would run, once per row"
+)]
+
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+
+use super::shape::{Shape, Word};
+use crate::buffer::{HUGE_PAGE, HostBuffer, PlaneSink};
+use crate::error::Result;
+
+/// Rows per set: as many as leave two neighbouring cache lines for all that is known of them.
+pub(super) const WAYS: usize = 24;
+
+/// Bytes of the index per set.
+pub(super) const SET_BYTES: usize = 128;
+
+/// Looks at a lock before it is given up: its holder has some hundred nanoseconds of work.
+const SPINS: usize = 200;
+
+/// Bit of [`Set::state`] that says that a writer is at work.
+const LOCKED: u32 = 1;
+
+/// Bits of [`Set::state`] that count changes, the lock's included.
+const SEQUENCE: u32 = 0x00FF_FFFF;
+
+/// Where the hand begins in [`Set::state`].
+const HAND_SHIFT: u32 = 24;
+
+/// Where the number of the batch begins in [`Set::stamp`]; below, each way has a bit.
+const BATCH_SHIFT: u32 = 24;
+
+/// From this many bytes on, memory is made of huge pages: below, one could be half of all.
+const HUGE_FROM: usize = 32 << 20;
+
+/// What is known of the rows of one set.
+#[repr(C, align(128))]
+pub(super) struct Set {
+    state: AtomicU32,
+    /// The batch that last wanted a row of the set, and which.
+    stamp: AtomicU32,
+    /// Per way the row's tag, 0 for none.
+    pub(super) tags: [AtomicU32; WAYS],
+    /// Per way how often its row was wanted, as the policy counts.
+    pub(super) counts: [AtomicU8; WAYS],
+}
+
+const _: () = assert!(size_of::<Set>() == SET_BYTES);
+
+/// A set that this thread alone may change, until it is dropped.
+pub(super) struct Locked<'m> {
+    set: &'m Set,
+    before: u32,
+    hand: u8,
+    changed: bool,
+}
+
+impl Set {
+    /// The state that a copy has to find again afterwards; `None` while a writer is at work.
+    #[inline(always)]
+    pub(super) fn begin(&self) -> Option<u32> {
+        let state = self.state.load(Ordering::Acquire);
+        (state & LOCKED == 0).then_some(state)
+    }
+
+    /// Whether nothing was changed since [`Set::begin`] gave `state`.
+    #[inline(always)]
+    pub(super) fn unchanged(&self, state: u32) -> bool {
+        fence(Ordering::Acquire);
+        self.state.load(Ordering::Relaxed) == state
+    }
+
+    /// The way that holds `tag`.
+    #[inline(always)]
+    pub(super) fn find(&self, tag: u32) -> Option<usize> {
+        let mut found = WAYS;
+        for (way, each) in self.tags.iter().enumerate() {
+            if each.load(Ordering::Relaxed) == tag {
+                found = way;
+            }
+        }
+        (found < WAYS).then_some(found)
+    }
+
+    /// Notes that `batch` wants the row in `way`; whether that is news.
+    #[inline(always)]
+    pub(super) fn stamp(&self, batch: u8, way: usize) -> bool {
+        let bit = 1 << way;
+        let stamp = self.stamp.load(Ordering::Relaxed);
+        let ways = if stamp >> BATCH_SHIFT == u32::from(batch) {
+            stamp & !(u32::MAX << BATCH_SHIFT)
+        } else {
+            0
+        };
+        if ways & bit != 0 {
+            return false;
+        }
+        let stamp = (u32::from(batch) << BATCH_SHIFT) | ways | bit;
+        self.stamp.store(stamp, Ordering::Relaxed);
+        true
+    }
+
+    /// Takes the set for changing it; `None` if another thread does not let go of it.
+    pub(super) fn lock(&self) -> Option<Locked<'_>> {
+        for _ in 0..SPINS {
+            let state = self.state.load(Ordering::Relaxed);
+            if state & LOCKED == 0
+                && self
+                    .state
+                    .compare_exchange_weak(
+                        state,
+                        state | LOCKED,
+                        Ordering::Acquire,
+                        Ordering::Relaxed,
+                    )
+                    .is_ok()
+            {
+                // What is written from here on must not be seen before the lock.
+                fence(Ordering::Release);
+                return Some(Locked {
+                    set: self,
+                    before: state,
+                    hand: (state >> HAND_SHIFT).to_le_bytes()[0],
+                    changed: false,
+                });
+            }
+            std::hint::spin_loop();
+        }
+        None
+    }
+}
+
+impl Locked<'_> {
+    pub(super) fn set(&self) -> &Set {
+        self.set
+    }
+
+    /// The way that the last row went to, and one.
+    pub(super) fn hand(&self) -> usize {
+        usize::from(self.hand) % WAYS
+    }
+
+    /// A row went to `way`: copies under way are void.
+    pub(super) fn changed(&mut self, way: usize) {
+        self.changed = true;
+        self.hand = u8::try_from(way + 1).unwrap_or(0);
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let step = if self.changed { 2 } else { 0 };
+        let sequence = self.before.wrapping_add(step) & SEQUENCE;
+        let state = sequence | (u32::from(self.hand) << HAND_SHIFT);
+        self.set.state.store(state, Ordering::Release);
+    }
+}
+
+/// The mapping.
+#[derive(Debug)]
+pub(super) struct Memory {
+    buffer: HostBuffer,
+    sets: usize,
+    rows_at: usize,
+    shape: Shape,
+}
+
+impl Memory {
+    /// Bytes that a set takes.
+    pub(super) fn bytes_per_set(shape: &Shape) -> usize {
+        SET_BYTES + WAYS * shape.stride()
+    }
+
+    /// Bytes of memory that may be used out of `budget`, for no page to count beyond it.
+    pub(super) fn usable(budget: usize) -> usize {
+        if budget >= HUGE_FROM {
+            budget / HUGE_PAGE * HUGE_PAGE
+        } else {
+            budget
+        }
+    }
+
+    /// Memory without any row in it. Pages count once they are touched.
+    pub(super) fn new(shape: Shape, sets: usize) -> Result<Self> {
+        let bytes = sets * Self::bytes_per_set(&shape);
+        Ok(Self {
+            buffer: HostBuffer::new(bytes, bytes >= HUGE_FROM)?,
+            sets,
+            rows_at: sets * SET_BYTES,
+            shape,
+        })
+    }
+
+    /// What is known of every row.
+    #[inline(always)]
+    #[expect(clippy::cast_ptr_alignment, reason = "the buffer begins on a page")]
+    pub(super) fn sets(&self) -> &[Set] {
+        // SAFETY: the buffer begins on a page, is zeroed, and has room for the sets (`new`); zeros
+        // are a valid `Set`, which is atomics only, so others may hold the same reference. Nothing
+        // but this module knows the buffer.
+        unsafe { std::slice::from_raw_parts(self.buffer.address().cast::<Set>(), self.sets) }
+    }
+
+    #[inline(always)]
+    fn slot(&self, slot: usize) -> *mut u8 {
+        assert!(slot < self.sets * WAYS, "slot {slot} of {}", self.sets);
+        let offset = self.rows_at + slot * self.shape.stride();
+        self.buffer.address().wrapping_add(offset)
+    }
+
+    #[inline(always)]
+    fn words64(&self, slot: usize) -> &[AtomicU64] {
+        assert_eq!(self.shape.word(), Word::Eight);
+        // SAFETY: as for `sets`; `rows_at` is a multiple of 64 and the stride one of 8, so the
+        // slot's address is, and all of its bytes lie in the buffer.
+        unsafe { std::slice::from_raw_parts(self.slot(slot).cast(), self.shape.stride() / 8) }
+    }
+
+    #[inline(always)]
+    fn words32(&self, slot: usize) -> &[AtomicU32] {
+        assert_eq!(self.shape.word(), Word::Four);
+        // SAFETY: as for `words64`, with a stride that is a multiple of 4. A memory's rows are all
+        // accessed as words of one size.
+        unsafe { std::slice::from_raw_parts(self.slot(slot).cast(), self.shape.stride() / 4) }
+    }
+
+    /// Copies every plane of a slot to `position` of the plane's sink. Whether that was one row is
+    /// for the caller to find out.
+    #[inline(always)]
+    pub(super) fn copy_to_sinks(&self, slot: usize, sinks: &[PlaneSink<'_>], position: usize) {
+        for (plane, sink) in self.shape.planes().iter().zip(sinks) {
+            assert_eq!(sink.row_bytes(), plane.bytes);
+            let out = sink.row(position);
+            match self.shape.word() {
+                Word::Eight => {
+                    let words = &self.words64(slot)[plane.offset / 8..][..plane.bytes / 8];
+                    for (index, word) in words.iter().enumerate() {
+                        let value = word.load(Ordering::Relaxed);
+                        // SAFETY: `row` is valid for writes of the plane's bytes, asserted above to
+                        // be eight per word; unaligned writes need no alignment.
+                        unsafe {
+                            out.wrapping_add(8 * index)
+                                .cast::<u64>()
+                                .write_unaligned(value);
+                        }
+                    }
+                }
+                Word::Four => {
+                    let words = &self.words32(slot)[plane.offset / 4..][..plane.bytes.div_ceil(4)];
+                    for (index, word) in words.iter().enumerate() {
+                        let bytes = word.load(Ordering::Relaxed).to_ne_bytes();
+                        let length = (plane.bytes - 4 * index).min(4);
+                        // SAFETY: as above; `length` keeps the last word inside the row.
+                        unsafe {
+                            std::ptr::copy_nonoverlapping(
+                                bytes.as_ptr(),
+                                out.wrapping_add(4 * index),
+                                length,
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies one plane of a slot to `out`, which has room for exactly its bytes.
+    pub(super) fn copy_plane(&self, slot: usize, plane: usize, out: &mut [u8]) {
+        let plane = &self.shape.planes()[plane];
+        assert_eq!(out.len(), plane.bytes);
+        match self.shape.word() {
+            Word::Eight => {
+                let words = &self.words64(slot)[plane.offset / 8..];
+                for (out, word) in out.chunks_mut(8).zip(words) {
+                    out.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+                }
+            }
+            Word::Four => {
+                let words = &self.words32(slot)[plane.offset / 4..];
+                for (out, word) in out.chunks_mut(4).zip(words) {
+                    let length = out.len();
+                    out.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes()[..length]);
+                }
+            }
+        }
+    }
+
+    /// Writes one plane of a slot whose set the caller has locked.
+    pub(super) fn write_plane(&self, slot: usize, plane: usize, bytes: &[u8]) {
+        let plane = &self.shape.planes()[plane];
+        assert_eq!(bytes.len(), plane.bytes);
+        match self.shape.word() {
+            Word::Eight => {
+                let words = &self.words64(slot)[plane.offset / 8..];
+                for (bytes, word) in bytes.as_chunks().0.iter().zip(words) {
+                    word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+                }
+            }
+            Word::Four => {
+                let words = &self.words32(slot)[plane.offset / 4..];
+                for (bytes, word) in bytes.chunks(4).zip(words) {
+                    let mut padded = [0; 4];
+                    padded[..bytes.len()].copy_from_slice(bytes);
+                    word.store(u32::from_ne_bytes(padded), Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Brings a set's lines near.
+    #[inline(always)]
+    pub(super) fn prefetch_set(&self, set: usize) {
+        let start = self.buffer.address().wrapping_add(set * SET_BYTES);
+        prefetch(start);
+        prefetch(start.wrapping_add(64));
+    }
+
+    /// Brings a slot's lines near.
+    #[inline(always)]
+    pub(super) fn prefetch_slot(&self, slot: usize) {
+        let start = self.slot(slot);
+        let mut line = start.wrapping_sub(start as usize % 64);
+        let end = start.wrapping_add(self.shape.stride());
+        while line < end {
+            prefetch(line);
+            line = line.wrapping_add(64);
+        }
+    }
+
+    /// Gives the memory of the slots before `slot` back, as far as it is whole pages from
+    /// `from` on. They hold zeros afterwards. Returns where the next call continues.
+    pub(super) fn release(&self, from: usize, slot: usize) -> usize {
+        let page = if self.buffer.huge_pages() {
+            HUGE_PAGE
+        } else {
+            rustix::param::page_size()
+        };
+        let start = from.max(self.rows_at).next_multiple_of(page);
+        let end = (self.rows_at + slot * self.shape.stride()) / page * page;
+        if end <= start {
+            return from;
+        }
+        // Memory that the kernel does not take back stays until the cache goes.
+        let _ = self.buffer.discard(start..end);
+        end
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch(address: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: a prefetch reads nothing that the program could notice, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+}
+
+/// Without a stable way to prefetch, the processor finds out by itself.
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn prefetch(_address: *const u8) {}
