@@ -86,6 +86,10 @@ bench: $(BENCH) $(BENCH_NEEDS) ## Run the benchmarks; BENCHES="warm hash" choose
 	done; \
 	exit $$status
 
+.PHONY: bench-budget
+bench-budget: $(BENCH) $(BENCH_NEEDS) ## Serve text in a sixteenth of the table's memory, by rows or pages (half an hour).
+	$(BIN)/python benches/budget.py $(BENCH_ARGS)
+
 .PHONY: wheel
 wheel: $(VENV)/.tools ## Build the wheel into dist/, and try it in an empty environment without torch.
 	rm -f dist/*.whl

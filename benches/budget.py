@@ -155,8 +155,8 @@ def simulated_section(chosen, report: Report, trace: text_trace.TextTrace) -> li
         row_ids, text_trace.RELEASED, sample, scan_tokens, SCANNED, row_bytes, policies
     )
     print(
-        f"\nWith {format_bytes(SCANNED)}, in the last eighth of {scan_tokens:,} tokens, without and "
-        "with a scan before it of twice as many rows as fit, each asked for once:\n"
+        f"\nWith {format_bytes(SCANNED)}, in the last eighth of {scan_tokens:,} tokens, without a "
+        "scan before it and with one of twice as many rows as fit, each asked for once:\n"
     )
     print(
         markdown(

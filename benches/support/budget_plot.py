@@ -5,9 +5,9 @@ from typing import Any
 
 from engram.cli.plot import require_matplotlib
 
-from .simulated import Rates
+from .simulated import LRU, OPTIMUM, OURS, Rates
 
-_KNOWN = ("optimum", "LRU", "S3-FIFO", "16-way sets, ghosts")
+_KNOWN = (OPTIMUM.name, LRU.name, "S3-FIFO", OURS.name)
 
 
 def draw(path: Path, title: str, rates: list[Rates], measured: dict[str, dict]) -> None:
@@ -30,9 +30,9 @@ def draw(path: Path, title: str, rates: list[Rates], measured: dict[str, dict]) 
     panels[0].legend(fontsize="x-small")
     if measured:
         names = list(measured)
-        speeds = [measured[name]["tokens_per_second"] for name in names]
+        speeds = [measured[name]["tokens_per_second"] / 1000 for name in names]
         panels[1].barh(names, speeds)
-        panels[1].set(title="prefill", xlabel="tokens per second")
+        panels[1].set(title="prefill", xlabel="thousand tokens per second")
         steps = [[1e3 * measured[name]["decode"][key] for name in names] for key in ("p50", "p99")]
         places = range(len(names))
         for shift, label, values in ((-0.2, "p50", steps[0]), (0.2, "p99", steps[1])):

@@ -109,7 +109,8 @@ def summarise(told: dict) -> None:
     }
     cache = told["stats"].get("cache")
     if cache:
-        told["misses_per_token"] = cache["misses"] / told["tokens"]
+        missed = cache["insertions"] + cache["admission_refusals"]
+        told["misses_per_token"] = missed / told["tokens"]
 
 
 def print_table(found: dict[str, dict]) -> None:

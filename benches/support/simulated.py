@@ -33,7 +33,7 @@ class Policy:
 
 OPTIMUM = Policy("optimum", None, 0)
 LRU = Policy("LRU", "lru", 18)
-OURS = Policy("16-way sets, ghosts", "set:ways=16,bits=3,ghosts=8,fingerprint=16", 6)
+OURS = Policy("24-way sets, as in engram", "set:ways=24,bits=3", 128 / 24)
 POLICIES = (
     OPTIMUM,
     LRU,
@@ -48,14 +48,20 @@ POLICIES = (
     Policy("S3-FIFO, filter", "s3fifo:filter=1", 21),
     Policy("W-TinyLFU", "wtinylfu", 21),
     Policy("W-TinyLFU, window of 10%", "wtinylfu:window=10", 21),
-    Policy("16-way sets, LRU", "set:ways=16,bits=0", 6),
-    Policy("16-way sets, SRRIP", "set:ways=16,bits=2,insert=1,max=1", 5),
-    Policy("16-way sets", "set:ways=16,bits=3", 5),
-    Policy("16-way sets, filter", "set:ways=16,bits=3,filter=1", 7),
+    Policy("24-way sets, LRU", "set:ways=24,bits=0", 6),
+    Policy("24-way sets, SRRIP", "set:ways=24,bits=2,insert=1,max=1", 128 / 24),
+    Policy("24-way sets, filter", "set:ways=24,bits=3,filter=1", 128 / 24 + 2),
     OURS,
-    Policy("32-way sets, ghosts", "set:ways=32,bits=3,ghosts=16,fingerprint=16", 6),
+    Policy("16-way sets", "set:ways=16,bits=3", 5),
+    Policy("32-way sets", "set:ways=32,bits=3", 5),
+    Policy("24-way sets, ghosts", "set:ways=24,bits=3,ghosts=12,fingerprint=16", 128 / 24 + 1),
 )
-SHORT = (OPTIMUM, LRU, POLICIES[8], POLICIES[9], POLICIES[15], OURS)
+S3_FIFO = tuple(
+    policy
+    for policy in POLICIES
+    if policy.name.startswith("S3-FIFO") and "filter" not in policy.name
+)
+SHORT = (OPTIMUM, LRU, *S3_FIFO, OURS, POLICIES[-1])
 """Those that a comparison cannot do without."""
 
 
@@ -139,7 +145,7 @@ class Lookups:
         return np.array(self._trace.first()) * self._sample.factor
 
     def misses(self, policy: Policy, nbytes: int, row_bytes: int) -> np.ndarray:
-        """Misses of each batch with a cache of so many bytes, what it needs beside rows included."""
+        """Misses of each batch with a cache of so many bytes, the index included."""
         rows = int(nbytes / (row_bytes + policy.index_bytes)) // self._sample.factor
         rows = max(1, rows)
         if policy.settings is None:

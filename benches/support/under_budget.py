@@ -152,7 +152,7 @@ class Contender:
             for key in ("reads", "bytes_read", "rows_resident", "unique_rows_fetched")
         }
         if after.get("cache"):
-            kept = ("hits", "misses", "evictions", "admission_refusals", "waited", "bytes_saved")
+            kept = ("hits", "misses", "insertions", "evictions", "admission_refusals", "waited")
             told["cache"] = {key: after["cache"][key] - before["cache"][key] for key in kept}
         return told
 
