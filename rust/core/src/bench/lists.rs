@@ -119,7 +119,7 @@ impl List {
         self.len -= 1;
     }
 
-    pub(super) fn to_front(&mut self, links: &mut Links, slot: u32) {
+    pub(super) fn renew(&mut self, links: &mut Links, slot: u32) {
         if self.first != slot {
             self.remove(links, slot);
             self.push(links, slot);

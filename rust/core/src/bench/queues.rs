@@ -27,7 +27,7 @@ impl Policy for Lru {
         let Some(slot) = self.slots.get(row) else {
             return false;
         };
-        self.list.to_front(&mut self.links, slot);
+        self.list.renew(&mut self.links, slot);
         true
     }
 
@@ -245,7 +245,7 @@ impl S3Fifo {
                     return slot;
                 }
                 *hits -= 1;
-                self.main.to_front(&mut self.links, slot);
+                self.main.renew(&mut self.links, slot);
             }
         }
     }
@@ -349,7 +349,7 @@ impl Policy for WindowTinyLfu {
                     self.go(demoted, PROBATION);
                 }
             }
-            place => self.lists[place].to_front(&mut self.links, slot),
+            place => self.lists[place].renew(&mut self.links, slot),
         }
         true
     }
