@@ -71,12 +71,13 @@ def serve(task: dict) -> dict:
         if not contender.is_bare:
             timed(row_ids.folded(first, last), counts=False)
     before = contender.stats()
-    seconds = [timed(row_ids.folded(*chunk), counts=True) for chunk in chunks[-window:]]
+    seconds = []
+    for number, chunk in enumerate(chunks[-window:]):
+        if number % max(1, window // RATE_BATCHES) == 0:
+            contender.try_device(distinct(generator.integers(0, table.rows, RATE_ROWS)))
+        seconds.append(timed(row_ids.folded(*chunk), counts=True))
     after = contender.stats()
     prefilled = dict(counted)
-    rate = contender.rate(
-        [distinct(generator.integers(0, table.rows, RATE_ROWS)) for _ in range(RATE_BATCHES)]
-    )
     step_seconds = [timed(decoded[:, step], counts=False) for step in range(steps)]
     ended = contender.stats()
     told = {
@@ -85,7 +86,7 @@ def serve(task: dict) -> dict:
         "rows": prefilled["rows"],
         "cpu_seconds": prefilled["cpu"],
         "bytes_read": prefilled["read"],
-        "direct_reads_per_second": rate,
+        "direct_reads_per_second": contender.device_rate,
         "step_seconds": step_seconds[steps // 2 :],
         "limit": itself + task["memory"] + FEW,
         "itself": itself,
@@ -118,6 +119,7 @@ class Contender:
         }[task["how"]]
         self._gather = engram.FileGather(info.directory, **options)
         self._direct = None
+        self._tried = (0, 0.0)
         if task["bare"]:
             self._direct = engram.FileGather(info.directory, io="direct")
 
@@ -135,11 +137,17 @@ class Contender:
         assert self._direct is not None
         return _engram.bench_uring(self._direct._native, ids, True, DEPTH)
 
-    def rate(self, batches) -> float | None:
-        """Rows per second that bare direct reads bring now; None where there are no such loops."""
-        if self._direct is None:
-            return None
-        return sum(map(len, batches)) / sum(map(self._bare, batches))
+    def try_device(self, ids) -> None:
+        """Reads rows with bare direct reads, where there are such loops, and notes the time."""
+        if self._direct is not None:
+            rows, seconds = self._tried
+            self._tried = (rows + len(ids), seconds + self._bare(ids))
+
+    @property
+    def device_rate(self) -> float | None:
+        """Rows per second that such reads brought; None without any."""
+        rows, seconds = self._tried
+        return rows / seconds if rows else None
 
     def stats(self) -> dict:
         return self._gather.stats()
