@@ -153,8 +153,8 @@ def test_a_budget_that_is_no_size(path, value):
     ("value", "parts"),
     [
         (-1, ["negative"]),
-        (1, ["too small", "160 bytes", "the minimum is 3968 bytes"]),
-        (3967, ["the minimum is 3968"]),
+        (1, ["too small", "160 bytes", "the minimum is 2144 bytes"]),
+        (2143, ["the minimum is 2144"]),
         (1 << 62, ["more than", "bytes of memory"]),
         (1 << 70, ["more than", "bytes of memory"]),
         ("999PiB", ["more than", "bytes of memory"]),
@@ -167,8 +167,8 @@ def test_a_budget_that_cannot_be(path, value, parts):
     with engram.FileGather(path, "t") as gather:
         with raises(ValueError, *parts, table="t"):
             gather.resize(value)
-        gather.resize(3968)
-        assert cache(gather)["capacity"] == 24
+        gather.resize(2144)
+        assert cache(gather)["capacity"] == 13
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_examples_give_what_their_comments_say(tmp_path, monkeypatch):
 def test_what_is_called_missing_is_missing():
     section = README.partition("## What is not there yet")[2].partition("\n## ")[0]
     called_missing = re.findall(r"`((?:engram|FileGather)\.\w+)`", section)
-    assert called_missing
+    assert "Linux" in section
     # A finished feature leaves that list, so that the README does not undersell it.
     owners = {"engram": engram, "FileGather": engram.FileGather}
     for name in called_missing:

@@ -1,21 +1,22 @@
 //! Rows kept in memory within a budget: rows, not pages, all planes of a row together.
 //!
 //! ```text
-//! id --mix--> set: two cache lines with the tags and counts of 24 rows
+//! id --mix--> set: one cache line with the tags and counts of 13 rows
 //!             way: the row's slot, all planes side by side
 //! ```
 //!
-//! A row that is in the cache costs those lines and its own. Nothing here reads files: a [`Cache`]
+//! A row that is in the cache costs that line and its own. Nothing here reads files: a [`Cache`]
 //! takes whole rows and gives them back. What a reader has of it, [`RowCache`], outlives a change of
 //! the budget.
 
 mod budget;
 mod claims;
+mod counts;
 mod memory;
 mod policy;
 mod shape;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use memory::{Memory, SET_BYTES, Set, WAYS};
@@ -23,6 +24,7 @@ use shape::Shape;
 
 pub use budget::RowCache;
 pub(crate) use claims::{Awaited, Claim, Claims, Mine, Waited};
+pub use counts::Batch;
 pub use policy::Policy;
 
 use smallvec::SmallVec;
@@ -30,9 +32,11 @@ use smallvec::SmallVec;
 use crate::buffer::PlaneSink;
 use crate::error::{Error, Result};
 
-/// Rows whose sets are brought near before any is looked at, and whose slots are before any is
-/// copied.
-const BLOCK: usize = 64;
+/// Rows between bringing a set's line near and looking at it, and between that and copying the row.
+const AHEAD: usize = 16;
+
+/// Places for rows between their first step and their last: a power of two with room for them.
+const RING: usize = 4 * AHEAD;
 
 /// Copies of one row begun before it is taken for missing: a writer made each of them void.
 const ATTEMPTS: usize = 4;
@@ -66,7 +70,7 @@ pub struct Cache {
     budget: u64,
     sets: usize,
     /// Number of the next batch, which goes round and round.
-    batches: AtomicU8,
+    batches: AtomicU64,
     /// Takes no more rows: another cache has come in its place.
     retired: AtomicBool,
 }
@@ -118,7 +122,7 @@ impl Cache {
             policy,
             budget,
             sets,
-            batches: AtomicU8::new(0),
+            batches: AtomicU64::new(0),
             retired: AtomicBool::new(false),
         })
     }
@@ -178,8 +182,8 @@ impl Cache {
     }
 
     /// A number for a batch of look-ups: within it a row counts as wanted once.
-    pub fn batch(&self) -> u8 {
-        self.batches.fetch_add(1, Ordering::Relaxed)
+    pub fn batch(&self) -> Batch {
+        Batch::new(self.batches.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Copies the rows of `ids` that are in the cache to their positions, which begin with `first`,
@@ -191,42 +195,47 @@ impl Cache {
         first: usize,
         pad_id: Option<i64>,
         sinks: &[PlaneSink<'_>],
-        batch: u8,
+        batch: Batch,
         missed: &mut Vec<u32>,
     ) -> u64 {
-        let mut hits = 0;
-        let mut places = [(0, 0); BLOCK];
-        let mut ways = [WAYS; BLOCK];
         let sets = self.memory.sets();
-        for (block, start) in ids.chunks(BLOCK).zip((first..).step_by(BLOCK)) {
-            for (&id, place) in block.iter().zip(&mut places) {
-                *place = self.place(id.cast_unsigned());
+        let mut places = [(0, 0); RING];
+        let mut ways = [WAYS; RING];
+        let mut hits = 0;
+        // Three rows at a time, each at another step: while one is copied, memory is busy with the
+        // lines of those behind it.
+        for step in 0..ids.len() + 2 * AHEAD {
+            if let Some(&id) = ids.get(step) {
+                let place = self.place(id.cast_unsigned());
+                places[step % RING] = place;
                 self.memory.prefetch_set(place.0);
             }
-            for (&(set, tag), way) in places.iter().zip(&mut ways).take(block.len()) {
-                *way = WAYS;
-                if let Some(found) = sets[set].find(tag) {
-                    *way = found;
-                    self.memory.prefetch_slot(set * WAYS + found);
+            let found = step.wrapping_sub(AHEAD);
+            if found < ids.len() {
+                let (set, tag) = places[found % RING];
+                let way = sets[set].find(tag).unwrap_or(WAYS);
+                ways[found % RING] = way;
+                if way < WAYS {
+                    self.memory.prefetch_slot(set * WAYS + way);
                 }
             }
-            for (offset, (&id, (&(set, tag), &way))) in
-                block.iter().zip(places.iter().zip(&ways)).enumerate()
-            {
-                let position = start + offset;
-                if pad_id == Some(id) {
-                    for sink in sinks {
-                        sink.zero(position);
-                    }
-                    continue;
+            let index = step.wrapping_sub(2 * AHEAD);
+            let Some(&id) = ids.get(index) else { continue };
+            let position = first + index;
+            if pad_id == Some(id) {
+                for sink in sinks {
+                    sink.zero(position);
                 }
-                let line = &sets[set];
-                if let Some(way) = self.copy(line, set, tag, way, sinks, position) {
-                    self.wanted(line, way, batch);
-                    hits += 1;
-                } else {
-                    missed.push(u32::try_from(position).unwrap_or(u32::MAX));
-                }
+                continue;
+            }
+            let (set, tag) = places[index % RING];
+            let line = &sets[set];
+            let way = ways[index % RING];
+            if let Some(way) = self.copy(line, set, tag, way, sinks, position) {
+                self.wanted(line, way, batch);
+                hits += 1;
+            } else {
+                missed.push(u32::try_from(position).unwrap_or(u32::MAX));
             }
         }
         hits
@@ -264,11 +273,10 @@ impl Cache {
     }
 
     #[inline]
-    fn wanted(&self, line: &Set, way: usize, batch: u8) {
-        let count = line.counts[way].load(Ordering::Relaxed);
+    fn wanted(&self, line: &Set, way: usize, batch: Batch) {
         // A row that everybody wants is not written to any more.
-        if count < self.policy.most() && line.stamp(batch, way) {
-            line.counts[way].store(count + 1, Ordering::Relaxed);
+        if let Some(counts) = line.counts().wanted(way, batch, self.policy.most()) {
+            line.set_counts(counts);
         }
     }
 
@@ -280,7 +288,7 @@ impl Cache {
 
     /// Copies a row to `planes`, one per plane, if it is in the cache, and counts it as wanted by
     /// `batch`.
-    pub fn get(&self, id: u64, planes: &mut [&mut [u8]], batch: u8) -> bool {
+    pub fn get(&self, id: u64, planes: &mut [&mut [u8]], batch: Batch) -> bool {
         let (set, tag) = self.place(id);
         let line = &self.memory.sets()[set];
         for _ in 0..ATTEMPTS {
@@ -338,7 +346,7 @@ impl Cache {
         let old = line.tags[way].load(Ordering::Relaxed);
         line.tags[way].store(tag, Ordering::Relaxed);
         let count = wanted.unwrap_or(0).min(self.policy.most());
-        line.counts[way].store(count, Ordering::Relaxed);
+        line.set_counts(line.counts().with(way, count));
         for (plane, bytes) in planes.iter().enumerate() {
             self.memory.write_plane(place * WAYS + way, plane, bytes);
         }
@@ -351,10 +359,10 @@ impl Cache {
     /// Calls `each` with the id and count of every row, in no order.
     pub fn for_each(&self, each: &mut dyn FnMut(u64, u8)) {
         for (index, set) in self.memory.sets().iter().enumerate() {
-            for (tag, count) in set.tags.iter().zip(&set.counts) {
+            for (way, tag) in set.tags.iter().enumerate() {
                 let tag = tag.load(Ordering::Relaxed);
                 if tag != 0 {
-                    each(self.id(index, tag), count.load(Ordering::Relaxed));
+                    each(self.id(index, tag), set.counts().of(way));
                 }
             }
         }
@@ -383,7 +391,7 @@ impl Cache {
                     self.memory.copy_plane(index * WAYS + way, plane, bytes);
                 }
                 let planes: SmallVec<[&[u8]; 3]> = row.iter().map(Vec::as_slice).collect();
-                let count = set.set().counts[way].load(Ordering::Relaxed);
+                let count = set.set().counts().of(way);
                 new.restore(self.id(index, tag), &planes, count);
                 set.set().tags[way].store(0, Ordering::Relaxed);
             }

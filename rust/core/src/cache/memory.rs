@@ -19,17 +19,18 @@
     reason = "a call costs as much as the few instructions it would run, once per row"
 )]
 
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
+use super::counts::Counts;
 use super::shape::{Shape, Word};
 use crate::buffer::{HUGE_PAGE, HostBuffer, PlaneSink};
 use crate::error::Result;
 
-/// Rows per set: as many as leave two neighbouring cache lines for all that is known of them.
-pub(super) const WAYS: usize = 24;
+/// Rows per set: as many as one cache line has room for all that is known of them.
+pub(super) const WAYS: usize = 13;
 
 /// Bytes of the index per set.
-pub(super) const SET_BYTES: usize = 128;
+pub(super) const SET_BYTES: usize = 64;
 
 /// Looks at a lock before it is given up: its holder has some hundred nanoseconds of work.
 const SPINS: usize = 200;
@@ -43,22 +44,17 @@ const SEQUENCE: u32 = 0x00FF_FFFF;
 /// Where the hand begins in [`Set::state`].
 const HAND_SHIFT: u32 = 24;
 
-/// Where the number of the batch begins in [`Set::stamp`]; below, each way has a bit.
-const BATCH_SHIFT: u32 = 24;
-
 /// From this many bytes on, memory is made of huge pages: below, one could be half of all.
 const HUGE_FROM: usize = 32 << 20;
 
 /// What is known of the rows of one set.
-#[repr(C, align(128))]
+#[repr(C, align(64))]
 pub(super) struct Set {
+    /// How often each row was wanted: a hint, which threads may lose each other's changes of.
+    counts: AtomicU64,
     state: AtomicU32,
-    /// The batch that last wanted a row of the set, and which.
-    stamp: AtomicU32,
     /// Per way the row's tag, 0 for none.
     pub(super) tags: [AtomicU32; WAYS],
-    /// Per way how often its row was wanted, as the policy counts.
-    pub(super) counts: [AtomicU8; WAYS],
 }
 
 const _: () = assert!(size_of::<Set>() == SET_BYTES);
@@ -98,22 +94,15 @@ impl Set {
         (found < WAYS).then_some(found)
     }
 
-    /// Notes that `batch` wants the row in `way`; whether that is news.
+    /// What the policy knows of the rows.
     #[inline(always)]
-    pub(super) fn stamp(&self, batch: u8, way: usize) -> bool {
-        let bit = 1 << way;
-        let stamp = self.stamp.load(Ordering::Relaxed);
-        let ways = if stamp >> BATCH_SHIFT == u32::from(batch) {
-            stamp & !(u32::MAX << BATCH_SHIFT)
-        } else {
-            0
-        };
-        if ways & bit != 0 {
-            return false;
-        }
-        let stamp = (u32::from(batch) << BATCH_SHIFT) | ways | bit;
-        self.stamp.store(stamp, Ordering::Relaxed);
-        true
+    pub(super) fn counts(&self) -> Counts {
+        Counts(self.counts.load(Ordering::Relaxed))
+    }
+
+    #[inline(always)]
+    pub(super) fn set_counts(&self, counts: Counts) {
+        self.counts.store(counts.0, Ordering::Relaxed);
     }
 
     /// Takes the set for changing it; `None` if another thread does not let go of it.
@@ -323,12 +312,10 @@ impl Memory {
         }
     }
 
-    /// Brings a set's lines near.
+    /// Brings a set's line near.
     #[inline(always)]
     pub(super) fn prefetch_set(&self, set: usize) {
-        let start = self.buffer.address().wrapping_add(set * SET_BYTES);
-        prefetch(start);
-        prefetch(start.wrapping_add(64));
+        prefetch(self.buffer.address().wrapping_add(set * SET_BYTES));
     }
 
     /// Brings a slot's lines near.

@@ -184,7 +184,7 @@ fn a_budget_is_kept_to_the_byte() {
                 let bytes = cache.index_bytes() + cache.capacity() * stride;
                 assert!(bytes <= budget);
                 let left = budget - bytes;
-                let set = 24 * stride + 128;
+                let set = 13 * stride + 64;
                 assert!(left < set || (budget > 32 << 20 && left < (2 << 20) + set));
                 // At most eight bytes a row besides the row.
                 let row: usize = planes.iter().sum();

@@ -1,0 +1,3 @@
+"""Single gathers, through a tiny cache."""
+
+from test_gather import *

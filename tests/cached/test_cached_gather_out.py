@@ -1,0 +1,3 @@
+"""Outputs, through a tiny cache."""
+
+from test_gather_out import *

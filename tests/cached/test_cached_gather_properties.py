@@ -1,0 +1,3 @@
+"""Any checkpoint, any ids, through a tiny cache."""
+
+from test_gather_properties import *

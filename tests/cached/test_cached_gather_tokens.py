@@ -1,0 +1,3 @@
+"""Hashing and gathering in one call, through a tiny cache."""
+
+from test_gather_tokens import *

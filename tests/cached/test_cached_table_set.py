@@ -1,0 +1,3 @@
+"""Several tables, through a tiny cache."""
+
+from test_table_set import *

@@ -1,0 +1,3 @@
+"""Many threads, through a tiny cache."""
+
+from test_threads import *

@@ -1,0 +1,3 @@
+"""Tickets, through a tiny cache."""
+
+from test_ticket import *

@@ -1,0 +1,122 @@
+"""A cache of rows over a disk that fails, and inside a limit of memory."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import numpy as np
+import pytest
+from children import child, right
+from test_disk import place
+from test_limits import memory_group
+
+import engram
+from checkpoint_support import IO_MODES
+from engram import synth
+
+
+@pytest.mark.parametrize("io", IO_MODES)
+def test_a_row_that_cannot_be_read_leaves_nothing_behind(disk, table, io):
+    with engram.FileGather(disk.path, 0, io=io, cache_bytes="4MiB") as gather:
+        bad = 4321
+        name, offset = place(gather, bad)
+        disk.set(name, errors=[(offset, offset + 1)])
+        batch = np.arange(100, 19_000, 97)
+        batch[40] = bad
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error") as caught:
+                gather.gather(batch)
+            error = caught.value
+            assert (error.errno, error.row, error.position) == (errno.EIO, bad, 40)
+            assert error.table == gather.info.name
+        good = np.delete(batch, 40)
+        assert right(table, good, gather.gather(good))
+        disk.set(name)
+        before = gather.stats()["cache"]["misses"]
+        assert right(table, batch, gather.gather(batch))
+        assert gather.stats()["cache"]["misses"] == before + 1, "the bad row alone"
+
+
+@pytest.mark.parametrize("io", ["pread", "uring", "direct"])
+def test_those_who_wait_for_a_row_that_fails_read_it_themselves(disk, table, io):
+    with engram.FileGather(disk.path, 0, io=io, cache_bytes="4MiB") as gather:
+        row = 777
+        name, offset = place(gather, row)
+        disk.set(name, stalls=[(offset, offset + 160)])
+        outcomes = []
+
+        def give_up():
+            try:
+                gather.gather([row], timeout=0.3)
+            except TimeoutError:
+                outcomes.append("late")
+
+        def wait():
+            outcomes.append(right(table, [row, 5], gather.gather([row, 5])))
+
+        first = threading.Thread(target=give_up)
+        first.start()
+        time.sleep(0.1)
+        others = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in others:
+            thread.start()
+        # One who waits keeps a deadline of his own.
+        with pytest.raises(TimeoutError):
+            gather.gather([row], timeout=0.05)
+        first.join(20)
+        assert outcomes == ["late"]
+        assert gather.stats()["cache"]["rows"] <= 1
+        disk.set(name)
+        for thread in others:
+            thread.join(20)
+        assert outcomes[1:] == [True] * 3
+        assert gather.stats()["cache"]["waited"] >= 3
+
+
+@pytest.mark.parametrize("cached", [48, 20])
+def test_memory_stays_within_the_budget(tmp_path, cached):
+    """A few megabytes beside it: reads in flight, and what a batch itself takes."""
+    script = """
+    directory, group, cached = sys.argv[1:]
+    open(group, "w").write(str(os.getpid()))
+
+    def anonymous():
+        lines = open("/proc/self/smaps_rollup").read().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+    info = synth.load(directory)
+    # What one gather takes without a cache: slots of its reads, threads, this script's arrays.
+    plain = engram.FileGather(directory, 0, io="direct")
+    random = np.random.default_rng(0)
+    out = np.empty((8192, plain.row_bytes), np.uint8)
+    for _ in range(5):
+        plain.gather(random.integers(0, plain.num_rows, 8192), out)
+    before = anonymous()
+    gather = engram.FileGather(directory, 0, cache_bytes=int(cached) << 20)
+    correct, most = True, 0
+    for turn in range(120):
+        ids = random.integers(0, gather.num_rows, 8192)
+        gather.gather(ids, out)
+        if turn % 20 == 0:
+            correct = correct and right(info, ids, out)
+        most = max(most, anonymous() - before)
+    full = gather.stats()["cache"]
+    gather.resize("5MiB")
+    small = anonymous() - before
+    gather.gather(ids, out)
+    report(correct=correct and right(info, ids, out), most=most, small=small, **full)
+    """
+    info = synth.write(tmp_path / "c", "qwen", dtype="fp8", rows=1_000_000)
+    group, limit, processes = memory_group()
+    try:
+        (group / limit).write_text(str(160 << 20))
+        seen = child(script, info.directory, group / processes, cached)
+    finally:
+        group.rmdir()
+    assert seen["correct"]
+    assert seen["rows"] > 0.95 * seen["capacity"]
+    assert seen["most"] > 0.9 * (cached << 20), "it is used"
+    assert seen["most"] < (cached << 20) + (6 << 20)
+    assert seen["small"] < 14 << 20
