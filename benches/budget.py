@@ -143,7 +143,7 @@ def simulated_section(chosen, report: Report, trace: text_trace.TextTrace) -> li
             [
                 [
                     entry.policy.name,
-                    f"{entry.policy.index_bytes:g}",
+                    f"{entry.policy.index_bytes:.3g}",
                     *(f"{rate:.1f}" for rate in entry.by_bytes.values()),
                 ]
                 for entry in rates

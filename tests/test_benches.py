@@ -356,7 +356,7 @@ def test_budget(directory, support, monkeypatch, capsys):
     if HAS_BARE:
         simulated = document["simulated_misses_per_token"]
         assert simulated["optimum"] < kept["misses_per_token"]
-        twin = simulated["24-way sets, as in engram"]
+        twin = simulated["13-way sets, as in engram"]
         assert kept["misses_per_token"] == pytest.approx(twin, rel=0.1)
 
 

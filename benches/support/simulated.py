@@ -33,7 +33,7 @@ class Policy:
 
 OPTIMUM = Policy("optimum", None, 0)
 LRU = Policy("LRU", "lru", 18)
-OURS = Policy("24-way sets, as in engram", "set:ways=24,bits=3", 128 / 24)
+OURS = Policy("13-way sets, as in engram", "set:ways=13,bits=3", 64 / 13)
 POLICIES = (
     OPTIMUM,
     LRU,
@@ -48,13 +48,12 @@ POLICIES = (
     Policy("S3-FIFO, filter", "s3fifo:filter=1", 21),
     Policy("W-TinyLFU", "wtinylfu", 21),
     Policy("W-TinyLFU, window of 10%", "wtinylfu:window=10", 21),
-    Policy("24-way sets, LRU", "set:ways=24,bits=0", 6),
-    Policy("24-way sets, SRRIP", "set:ways=24,bits=2,insert=1,max=1", 128 / 24),
-    Policy("24-way sets, filter", "set:ways=24,bits=3,filter=1", 128 / 24 + 2),
+    Policy("13-way sets, LRU", "set:ways=13,bits=0", 6),
+    Policy("13-way sets, SRRIP", "set:ways=13,bits=2,insert=1,max=1", 64 / 13),
+    Policy("13-way sets, filter", "set:ways=13,bits=3,filter=1", 64 / 13 + 2),
     OURS,
-    Policy("16-way sets", "set:ways=16,bits=3", 5),
     Policy("32-way sets", "set:ways=32,bits=3", 5),
-    Policy("24-way sets, ghosts", "set:ways=24,bits=3,ghosts=12,fingerprint=16", 128 / 24 + 1),
+    Policy("13-way sets, ghosts", "set:ways=13,bits=3,ghosts=8,fingerprint=16", 64 / 13 + 16 / 13),
 )
 S3_FIFO = tuple(
     policy
