@@ -117,7 +117,7 @@ def simulated_section(chosen, report: Report, trace: text_trace.TextTrace) -> li
     row_ids = text_trace.RowIds(trace, text_trace.RELEASED)
     tokens = min(chosen.simulated_tokens or len(trace.tokens), len(trace.tokens))
     # A few thousand rows of a cache are enough to look at, and a table of all ids is not small.
-    sample = simulated.Sample(heads=8, rows=4)
+    sample = simulated.Sample(heads=8, rows=8)
     sizes = (SIZES[0], SIZES[4]) if chosen.quick else SIZES
     policies = simulated.SHORT if chosen.quick else simulated.POLICIES
     row_bytes = 160
