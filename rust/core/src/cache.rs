@@ -33,7 +33,7 @@ use crate::buffer::PlaneSink;
 use crate::error::{Error, Result};
 
 /// Rows between bringing a set's line near and looking at it, and between that and copying the row.
-const AHEAD: usize = 16;
+const AHEAD: usize = 8;
 
 /// Places for rows between their first step and their last: a power of two with room for them.
 const RING: usize = 4 * AHEAD;

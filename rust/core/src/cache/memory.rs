@@ -2,17 +2,22 @@
 //!
 //! # Who may read and write what
 //!
-//! Everything in the mapping is atomics, so threads may read and write it at the same time without
-//! a data race. That a row is whole is the business of [`Set::state`], a sequence lock: a writer
-//! makes it odd, changes tags and words, and leaves it even and larger; a reader that finds the same
-//! even value before and after copying has copied what one writer left. Readers take no lock and
-//! write nothing but a counter, so a row that all threads want stays in all their caches.
+//! The index is atomics. Rows are bytes that no reference is ever made to: they are copied in by
+//! the one thread that has locked their set, and out by any, at the same time if it so happens. What
+//! such a copy gives is thrown away: [`Set::state`] is a sequence lock, which a writer makes odd,
+//! then changes tags and bytes, then leaves even and larger. A reader that finds the same even value
+//! before and after copying has copied what one writer left. This is the same bargain as copying
+//! rows from a file that others may write to (`map.rs`), with the difference that here it is noticed.
+//! The language has no copy of bytes that may race and is as fast; words of atomics cost a sixth of
+//! a hit.
 //!
-//! A lock that its thread never gives back (the process was forked at that moment) keeps one set of
-//! rows from being used and holds nobody up: readers take it for a miss, writers give up.
+//! Readers take no lock and write nothing but a count, so a row that all threads want stays in all
+//! their caches. A lock that its thread never gives back (the process was forked at that moment)
+//! keeps one set of rows from being used and holds nobody up: readers take it for a miss, writers
+//! give up.
 #![expect(
     unsafe_code,
-    reason = "views of atomics over mapped memory, rows written through raw addresses, prefetches"
+    reason = "the index is seen as atomics, rows are copied by address, prefetches"
 )]
 #![expect(
     clippy::inline_always,
@@ -22,7 +27,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use super::counts::Counts;
-use super::shape::{Shape, Word};
+use super::shape::{PlanePlace, Shape};
 use crate::buffer::{HUGE_PAGE, HostBuffer, PlaneSink};
 use crate::error::Result;
 
@@ -173,7 +178,7 @@ pub(super) struct Memory {
 impl Memory {
     /// Bytes that a set takes.
     pub(super) fn bytes_per_set(shape: &Shape) -> usize {
-        SET_BYTES + WAYS * shape.stride()
+        SET_BYTES + WAYS * shape.row_bytes()
     }
 
     /// Bytes of memory that may be used out of `budget`, for no page to count beyond it.
@@ -206,27 +211,18 @@ impl Memory {
         unsafe { std::slice::from_raw_parts(self.buffer.address().cast::<Set>(), self.sets) }
     }
 
+    /// Address of a slot, which has a row's bytes.
     #[inline(always)]
     fn slot(&self, slot: usize) -> *mut u8 {
         assert!(slot < self.sets * WAYS, "slot {slot} of {}", self.sets);
-        let offset = self.rows_at + slot * self.shape.stride();
+        let offset = self.rows_at + slot * self.shape.row_bytes();
         self.buffer.address().wrapping_add(offset)
     }
 
+    /// Address of a plane of a slot.
     #[inline(always)]
-    fn words64(&self, slot: usize) -> &[AtomicU64] {
-        assert_eq!(self.shape.word(), Word::Eight);
-        // SAFETY: as for `sets`; `rows_at` is a multiple of 64 and the stride one of 8, so the
-        // slot's address is, and all of its bytes lie in the buffer.
-        unsafe { std::slice::from_raw_parts(self.slot(slot).cast(), self.shape.stride() / 8) }
-    }
-
-    #[inline(always)]
-    fn words32(&self, slot: usize) -> &[AtomicU32] {
-        assert_eq!(self.shape.word(), Word::Four);
-        // SAFETY: as for `words64`, with a stride that is a multiple of 4. A memory's rows are all
-        // accessed as words of one size.
-        unsafe { std::slice::from_raw_parts(self.slot(slot).cast(), self.shape.stride() / 4) }
+    fn part(&self, slot: usize, plane: &PlanePlace) -> *mut u8 {
+        self.slot(slot).wrapping_add(plane.offset)
     }
 
     /// Copies every plane of a slot to `position` of the plane's sink. Whether that was one row is
@@ -235,37 +231,10 @@ impl Memory {
     pub(super) fn copy_to_sinks(&self, slot: usize, sinks: &[PlaneSink<'_>], position: usize) {
         for (plane, sink) in self.shape.planes().iter().zip(sinks) {
             assert_eq!(sink.row_bytes(), plane.bytes);
-            let out = sink.row(position);
-            match self.shape.word() {
-                Word::Eight => {
-                    let words = &self.words64(slot)[plane.offset / 8..][..plane.bytes / 8];
-                    for (index, word) in words.iter().enumerate() {
-                        let value = word.load(Ordering::Relaxed);
-                        // SAFETY: `row` is valid for writes of the plane's bytes, asserted above to
-                        // be eight per word; unaligned writes need no alignment.
-                        unsafe {
-                            out.wrapping_add(8 * index)
-                                .cast::<u64>()
-                                .write_unaligned(value);
-                        }
-                    }
-                }
-                Word::Four => {
-                    let words = &self.words32(slot)[plane.offset / 4..][..plane.bytes.div_ceil(4)];
-                    for (index, word) in words.iter().enumerate() {
-                        let bytes = word.load(Ordering::Relaxed).to_ne_bytes();
-                        let length = (plane.bytes - 4 * index).min(4);
-                        // SAFETY: as above; `length` keeps the last word inside the row.
-                        unsafe {
-                            std::ptr::copy_nonoverlapping(
-                                bytes.as_ptr(),
-                                out.wrapping_add(4 * index),
-                                length,
-                            );
-                        }
-                    }
-                }
-            }
+            // SAFETY: the part lies in the buffer for the plane's bytes, and `row` is valid for
+            // writes of as many, in memory of the caller's, which cannot be the buffer's. Others may
+            // write to the part meanwhile: see the module's documentation.
+            unsafe { copy(self.part(slot, plane), sink.row(position), plane.bytes) };
         }
     }
 
@@ -273,43 +242,17 @@ impl Memory {
     pub(super) fn copy_plane(&self, slot: usize, plane: usize, out: &mut [u8]) {
         let plane = &self.shape.planes()[plane];
         assert_eq!(out.len(), plane.bytes);
-        match self.shape.word() {
-            Word::Eight => {
-                let words = &self.words64(slot)[plane.offset / 8..];
-                for (out, word) in out.chunks_mut(8).zip(words) {
-                    out.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
-                }
-            }
-            Word::Four => {
-                let words = &self.words32(slot)[plane.offset / 4..];
-                for (out, word) in out.chunks_mut(4).zip(words) {
-                    let length = out.len();
-                    out.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes()[..length]);
-                }
-            }
-        }
+        // SAFETY: as in `copy_to_sinks`.
+        unsafe { copy(self.part(slot, plane), out.as_mut_ptr(), plane.bytes) };
     }
 
     /// Writes one plane of a slot whose set the caller has locked.
     pub(super) fn write_plane(&self, slot: usize, plane: usize, bytes: &[u8]) {
         let plane = &self.shape.planes()[plane];
         assert_eq!(bytes.len(), plane.bytes);
-        match self.shape.word() {
-            Word::Eight => {
-                let words = &self.words64(slot)[plane.offset / 8..];
-                for (bytes, word) in bytes.as_chunks().0.iter().zip(words) {
-                    word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
-                }
-            }
-            Word::Four => {
-                let words = &self.words32(slot)[plane.offset / 4..];
-                for (bytes, word) in bytes.chunks(4).zip(words) {
-                    let mut padded = [0; 4];
-                    padded[..bytes.len()].copy_from_slice(bytes);
-                    word.store(u32::from_ne_bytes(padded), Ordering::Relaxed);
-                }
-            }
-        }
+        // SAFETY: as in `copy_to_sinks`, the other way round; nobody else writes to a slot of a
+        // locked set.
+        unsafe { copy(bytes.as_ptr(), self.part(slot, plane), plane.bytes) };
     }
 
     /// Brings a set's line near.
@@ -323,7 +266,7 @@ impl Memory {
     pub(super) fn prefetch_slot(&self, slot: usize) {
         let start = self.slot(slot);
         let mut line = start.wrapping_sub(start as usize % 64);
-        let end = start.wrapping_add(self.shape.stride());
+        let end = start.wrapping_add(self.shape.row_bytes());
         while line < end {
             prefetch(line);
             line = line.wrapping_add(64);
@@ -339,13 +282,31 @@ impl Memory {
             rustix::param::page_size()
         };
         let start = from.max(self.rows_at).next_multiple_of(page);
-        let end = (self.rows_at + slot * self.shape.stride()) / page * page;
+        let end = (self.rows_at + slot * self.shape.row_bytes()) / page * page;
         if end <= start {
             return from;
         }
         // Memory that the kernel does not take back stays until the cache goes.
         let _ = self.buffer.discard(start..end);
         end
+    }
+}
+
+/// Copies `bytes` bytes; short rows, which have a few lengths, as a few moves.
+///
+/// # Safety
+///
+/// `from` is valid for reads and `to` for writes of as many bytes, and they do not overlap.
+#[inline(always)]
+unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match bytes {
+            8 => std::ptr::copy_nonoverlapping(from, to, 8),
+            10 => std::ptr::copy_nonoverlapping(from, to, 10),
+            80 => std::ptr::copy_nonoverlapping(from, to, 80),
+            _ => std::ptr::copy_nonoverlapping(from, to, bytes),
+        }
     }
 }
 
