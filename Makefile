@@ -42,7 +42,7 @@ demo: $(PLAIN) ## Write a 1 GiB checkpoint, gather from it, check every row, com
 
 .PHONY: test
 test: $(PLAIN) $(DEV) ## Test the core, then the Python package.
-	cargo test --locked -p engram-core
+	cargo test --locked -p engram-core --features bench
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-gpu
