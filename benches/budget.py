@@ -54,8 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument(
         "--simulated-tokens", type=int, help="tokens to simulate (default: the whole text)"
     )
+    made.add_argument(
+        "--policies", choices=("all", "few"), default="all", help="which policies to simulate"
+    )
     chosen = options.parsed(made, arguments)
     if chosen.quick:
+        chosen.policies = "few"
         chosen.tokens = min(chosen.tokens, QUICK_TOKENS)
         chosen.chunk, chosen.window = min(chosen.chunk, 256), min(chosen.window, 16)
         chosen.steps = min(chosen.steps, 40)
@@ -119,7 +123,7 @@ def simulated_section(chosen, report: Report, trace: text_trace.TextTrace) -> li
     # A few thousand rows of a cache are enough to look at, and a table of all ids is not small.
     sample = simulated.Sample(heads=8, rows=8)
     sizes = (SIZES[0], SIZES[4]) if chosen.quick else SIZES
-    policies = simulated.SHORT if chosen.quick else simulated.POLICIES
+    policies = simulated.SHORT if chosen.policies == "few" else simulated.POLICIES
     row_bytes = 160
     lookups = simulated.Lookups(row_ids, text_trace.RELEASED, sample)
     lookups.add(0, tokens)
@@ -136,7 +140,8 @@ def simulated_section(chosen, report: Report, trace: text_trace.TextTrace) -> li
     rates = []
     for entry in simulated.rates(lookups, policies, sizes, row_bytes):
         rates.append(entry)
-        print(f"- simulated: {entry.policy.name}", file=sys.stderr)
+        shown = " ".join(f"{rate:.1f}" for rate in entry.by_bytes.values())
+        print(f"- simulated: {entry.policy.name}: {shown}", file=sys.stderr)
     print(
         markdown(
             ["policy", "bytes/row", *map(format_bytes, sizes)],

@@ -12,35 +12,45 @@ _KNOWN = (OPTIMUM.name, LRU.name, "S3-FIFO", OURS.name)
 
 def draw(path: Path, title: str, rates: list[Rates], measured: dict[str, dict]) -> None:
     """Hit rates by size of the cache; tokens per second and a step's time by contender."""
-    figure: Any = require_matplotlib()(figsize=(15 if measured else 7, 5.2), layout="constrained")
+    count = bool(rates) + 2 * bool(measured)
+    figure: Any = require_matplotlib()(figsize=(1 + 5.5 * count, 5.2), layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(1, 3 if measured else 1, squeeze=False)[0]
+    panels = list(figure.subplots(1, count, squeeze=False)[0])
+    if rates:
+        _draw_rates(panels.pop(0), rates)
+    if measured:
+        _draw_measured(panels, measured)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _draw_rates(panel: Any, rates: list[Rates]) -> None:
     for entry in rates:
         known = entry.policy.name in _KNOWN
-        panels[0].plot(
+        panel.plot(
             [nbytes / 2**20 for nbytes in entry.by_bytes],
             list(entry.by_bytes.values()),
             marker="o" if known else ".",
             linewidth=2 if known else 0.8,
             label=entry.policy.name,
         )
-    panels[0].set_xscale("log", base=2)
-    panels[0].set(title="simulated", xlabel="MiB", ylabel="% of distinct rows that hit")
-    panels[0].grid(visible=True, alpha=0.25)
-    panels[0].legend(fontsize="x-small")
-    if measured:
-        names = list(measured)
-        speeds = [measured[name]["tokens_per_second"] / 1000 for name in names]
-        panels[1].barh(names, speeds)
-        panels[1].set(title="prefill", xlabel="thousand tokens per second")
-        steps = [[1e3 * measured[name]["decode"][key] for name in names] for key in ("p50", "p99")]
-        places = range(len(names))
-        for shift, label, values in ((-0.2, "p50", steps[0]), (0.2, "p99", steps[1])):
-            panels[2].barh([place + shift for place in places], values, height=0.4, label=label)
-        panels[2].set_yticks(list(places), names)
-        panels[2].set(title="decode", xlabel="milliseconds per step", xscale="log")
-        panels[2].legend(fontsize="x-small")
-        for panel in panels[1:]:
-            panel.invert_yaxis()
-            panel.grid(visible=True, axis="x", alpha=0.25)
-    figure.savefig(path, dpi=120, format="png")
+    panel.set_xscale("log", base=2)
+    panel.set(title="simulated", xlabel="MiB", ylabel="% of distinct rows that hit")
+    panel.grid(visible=True, alpha=0.25)
+    panel.legend(fontsize="x-small")
+
+
+def _draw_measured(panels: list[Any], measured: dict[str, dict]) -> None:
+    names = list(measured)
+    speeds = [measured[name]["tokens_per_second"] / 1000 for name in names]
+    panels[0].barh(names, speeds)
+    panels[0].set(title="prefill", xlabel="thousand tokens per second")
+    places = range(len(names))
+    for shift, label in ((-0.2, "p50"), (0.2, "p99")):
+        times = [1e3 * measured[name]["decode"][label] for name in names]
+        panels[1].barh([place + shift for place in places], times, height=0.4, label=label)
+    panels[1].set_yticks(list(places), names)
+    panels[1].set(title="decode", xlabel="milliseconds per step", xscale="log")
+    panels[1].legend(fontsize="x-small")
+    for panel in panels:
+        panel.invert_yaxis()
+        panel.grid(visible=True, axis="x", alpha=0.25)
