@@ -46,7 +46,7 @@ demo: $(PLAIN) ## Write a 1 GiB checkpoint, gather from it, check every row, com
 
 .PHONY: test
 test: $(PLAIN) $(DEV) ## Test the core, then the Python package.
-	cargo test --locked -p engram-core
+	cargo test --locked -p engram-core --features bench
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-gpu
@@ -123,6 +123,10 @@ bench: $(BENCH) $(BENCH_NEEDS) ## Run the benchmarks; BENCHES="warm hash" choose
 		fi; \
 	done; \
 	exit $$status
+
+.PHONY: bench-budget
+bench-budget: $(BENCH) $(BENCH_NEEDS) ## Serve text in a sixteenth of the table's memory, by rows or pages (half an hour).
+	$(BIN)/python benches/budget.py $(BENCH_ARGS)
 
 .PHONY: wheel
 wheel: $(VENV)/.tools $(VENV)/.audit ## Build the wheel into dist/, audit it, and try it without torch.

@@ -308,6 +308,105 @@ def test_text_says_what_it_needs(support, monkeypatch, tmp_path):
         text_trace.load(tmp_path)
 
 
+# memory budgets
+
+
+def zipf_trace(support, count: int):
+    generator = np.random.default_rng(5)
+    documents = [(generator.zipf(1.4, 400) % 3000).tolist() for _ in range(count)]
+    return trace_of(support, documents)
+
+
+def test_budget(directory, support, monkeypatch, capsys):
+    budget = support("budget")
+    text_trace, trace = zipf_trace(support, 80)
+    monkeypatch.setattr(text_trace, "load", lambda *_, **__: trace)
+    paths = [str(Path(engram.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    result = directory / "budget.json"
+    arguments = [*QUICK, "--dir", directory, "--json", result, "--plot", directory / "budget.png"]
+    if not HAS_BARE:
+        arguments.append("--without-bare")
+    assert budget.main([*map(str, arguments)]) == 0
+    told = capsys.readouterr().out
+    assert "rows checked, 0 wrong" in told
+    document = json.loads(result.read_text())
+    assert methods(document, state="warm") == {"engram", "engram, cache_bytes"}
+    assert "- missed meanwhile: 0 rows" in told
+    if HAS_BARE:
+        by_name = {entry["name"]: entry for entry in document["simulated"]["policies"]}
+        for entry in by_name.values():
+            rates = list(entry["hits_by_bytes"].values())
+            assert rates == sorted(rates)
+            assert 0 < rates[0] <= by_name["optimum"]["hits_by_bytes"]["67108864"]
+        before, after = by_name["LRU"]["without_and_with_scan"]
+        assert after < before
+    if any("no control group" in note for note in document["notes"]):
+        return
+    contenders = document["contenders"]
+    assert {"engram, cache_bytes", "engram, page cache", "engram, io='mmap'"} <= set(contenders)
+    for name, entry in contenders.items():
+        assert entry["tokens_per_second"] > 0
+        assert 0 < entry["decode"]["p50"] <= entry["decode"]["p99"]
+        assert entry["used"] <= entry["limit"]
+        assert (entry["rows_checked"] > 0) == (not name.startswith("bare"))
+    kept = contenders["engram, cache_bytes"]
+    assert kept["cache"]["budget_bytes"] == 104_704 * 160 // 16
+    assert kept["reads_per_token"] < contenders["engram, io='direct'"]["reads_per_token"]
+    if HAS_BARE:
+        simulated = document["simulated_misses_per_token"]
+        assert simulated["optimum"] < kept["misses_per_token"]
+        twin = simulated["13-way sets, as in engram"]
+        assert kept["misses_per_token"] == pytest.approx(twin, rel=0.1)
+
+
+@pytest.mark.skipif(not HAS_BARE, reason="simulations are in the extension for benchmarks")
+def test_a_sample_of_lookups_stands_for_all(support):
+    simulated = support("support.simulated")
+    text_trace, trace = zipf_trace(support, 100)
+    config = synth.plan("qwen", rows=400_000).config
+    row_ids = text_trace.RowIds(trace, config)
+    shares = {}
+    for sample in (simulated.Sample(), simulated.Sample(heads=8), simulated.Sample(8, 4)):
+        lookups = simulated.Lookups(row_ids, config, sample, chunk=200)
+        lookups.add(0, len(trace.tokens))
+        assert lookups.batches == 200
+        assert lookups.tokens == 40_000
+        distinct = lookups.distinct().sum()
+        for policy in (simulated.OPTIMUM, simulated.LRU, simulated.OURS):
+            missed = lookups.misses(policy, 2 << 20, 160).sum()
+            shares.setdefault(policy, []).append(missed / distinct)
+    for exact, *sampled in shares.values():
+        assert sampled == pytest.approx([exact] * 2, abs=0.04)
+    whole = simulated.Lookups(row_ids, config, simulated.Sample(), chunk=200)
+    whole.add(0, 1000)
+    for batch, first in enumerate(range(0, 1000, 200)):
+        rows = np.unique(row_ids.folded(first, first + 200))
+        assert whole.distinct()[batch] == len(rows)
+
+
+def test_text_to_serve_has_what_requests_decode_behind_it(support):
+    budgeted = support("support.budgeted")
+    generator = np.random.default_rng(6)
+    _, trace = trace_of(support, [generator.integers(0, 9999, 50).tolist() for _ in range(100)])
+    served = budgeted.text_of(trace, 1000, 30)
+    assert np.array_equal(served.tokens[:1000], trace.tokens[:1000])
+    assert len(served.tokens) == 1000 + budgeted.REQUESTS * 30
+    assert served.starts[-1] == len(served.tokens)
+    assert np.array_equal(served.starts[:20], np.arange(0, 1000, 50))
+    windows = np.lib.stride_tricks.sliding_window_view(trace.tokens[1000:], 30)
+    for request in range(budgeted.REQUESTS):
+        first = 1000 + request * 30
+        assert first in served.starts
+        assert (windows == served.tokens[first : first + 30]).all(axis=1).any()
+
+
+def test_memory_for_a_table_is_a_size_or_a_share(support):
+    budget = support("budget")
+    assert budget.bytes_of("1/16", 160) == 10
+    assert budget.bytes_of("3MiB", 160) == 3 << 20
+
+
 def test_storage(directory):
     pytest.importorskip("torch")
     result = directory / "storage.json"

@@ -30,6 +30,11 @@ class Group:
         """Moves the calling process in; what it allocates and reads from now on counts."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
+    def set_limit(self, nbytes: int) -> None:
+        """Lets the group use this much memory, page cache included."""
+        name = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
+        (self.path / name).write_text(str(nbytes))
+
     def used(self) -> int:
         """Bytes charged to the group, page cache included."""
         name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
@@ -37,9 +42,16 @@ class Group:
 
     def page_cache(self) -> int:
         """Bytes of page cache among them."""
+        return self._counted("file", "total_cache")
+
+    def not_to_be_evicted(self) -> int:
+        """Bytes among them that the group cannot run without: memory, and files mapped to run."""
+        return self.used() - self.page_cache() + self._counted("file_mapped", "total_mapped_file")
+
+    def _counted(self, in_version_2: str, in_version_1: str) -> int:
         lines = (self.path / "memory.stat").read_text().splitlines()
         fields = dict(line.split(" ", 1) for line in lines)
-        return int(fields["file" if self.version == 2 else "total_cache"])
+        return int(fields[in_version_2 if self.version == 2 else in_version_1])
 
 
 @contextmanager
@@ -62,8 +74,7 @@ def limited(nbytes: int, parent: Path | None = None) -> Iterator[Group]:
             reasons.append(f"{candidate}: {error.strerror}")
             continue
         try:
-            name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-            (group.path / name).write_text(str(nbytes))
+            group.set_limit(nbytes)
         except OSError as error:
             _remove(group.path)
             reasons.append(f"{candidate}: {error.strerror}")

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +77,8 @@ class Report:
         self.measurements: list[Measurement] = []
         self.figures: list[Figure] = []
         self.extra: dict = {}
+        self.drawing: Callable[[Path, str], None] | None = None
+        """Draws the plot instead of the usual one, to a path and under a title."""
         self._header: dict[str, str] = {}
         self._notes: list[str] = []
         print(f"# {script}\n")
@@ -176,13 +178,16 @@ class Report:
         json_path.write_text(json.dumps(self._document(), indent=2) + "\n")
         print(f"written: {json_path}")
         plot_path = self._options.plot or RESULTS / f"{self._script}.png"
-        if self.measurements:
+        if self.measurements or self.drawing is not None:
             title = (
                 f"{self._script}: {self._header['machine']}, {self._header.get('file system', '')}"
             )
             plot_path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                draw(plot_path, self.measurements, title)
+                if self.drawing is not None:
+                    self.drawing(plot_path, title)
+                else:
+                    draw(plot_path, self.measurements, title)
             except Failed as reason:
                 print(f"no plot: {reason}")
             else:

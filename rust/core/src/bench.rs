@@ -1,5 +1,5 @@
-//! Bare loops that the benchmarks hold the library against. Built only with the feature `bench`,
-//! never part of a released wheel.
+//! What the benchmarks hold the library against: bare loops, and simulated caches. Built only with
+//! the feature `bench`, never part of a released wheel.
 #![expect(
     unsafe_code,
     reason = "a bare ring loop hands raw addresses to the kernel"
@@ -16,6 +16,15 @@ use crate::error::{Error, Result};
 use crate::map::{self, RowAddress};
 use crate::reader::Reader;
 use crate::threads;
+
+mod lists;
+mod policy;
+mod queues;
+mod sets;
+mod sketch;
+mod trace;
+
+pub use trace::Trace;
 
 /// Copies the rows of `ids` from the mapping with nothing around the copy: addresses are computed
 /// beforehand, the work is cut into equal parts, no residency is looked at.
@@ -125,4 +134,21 @@ pub fn uring(reader: &Reader, ids: &[i64], direct: bool, depth: usize) -> Result
         }
     }
     Ok(started.elapsed())
+}
+
+/// Bits that look random, the same for the same number.
+const fn mix(number: u64) -> u64 {
+    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// A number of rows, slots or batches, which [`Trace`] keeps below 2^32.
+fn narrow(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+const fn share(whole: usize, percent: usize) -> usize {
+    whole * percent / 100
 }

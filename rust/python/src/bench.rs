@@ -1,9 +1,10 @@
-//! The core's bare loops, for the benchmarks; only with the feature `bench`.
+//! The core's bare loops and simulated caches, for the benchmarks; only with the feature `bench`.
 
 use engram_core::bench;
 use pyo3::prelude::*;
 
 use crate::buffer::{Ids, Output};
+use crate::errors::OrRaise as _;
 use crate::gather::Reader;
 
 /// Seconds a bare copy of the rows of `ids` into `out` takes.
@@ -37,4 +38,38 @@ pub(crate) fn bench_uring(
     Ids::new(ids)?.append_to(py, &mut flat);
     let taken = reader.with(py, |reader| bench::uring(reader, &flat, direct, depth))?;
     Ok(taken.as_secs_f64())
+}
+
+/// Batches of lookups, for simulated caches.
+#[pyclass(module = "engram._engram")]
+pub(crate) struct BenchTrace(bench::Trace);
+
+#[pymethods]
+impl BenchTrace {
+    #[new]
+    fn new(py: Python<'_>, rows: usize) -> PyResult<Self> {
+        Ok(Self(bench::Trace::new(rows).or_raise(py)?))
+    }
+
+    fn append(&mut self, py: Python<'_>, ids: &Bound<'_, PyAny>, batch: usize) -> PyResult<()> {
+        let mut flat = Vec::new();
+        Ids::new(ids)?.append_to(py, &mut flat);
+        py.detach(|| self.0.append(&flat, batch)).or_raise(py)
+    }
+
+    fn lookups(&self) -> Vec<usize> {
+        self.0.lookups()
+    }
+
+    fn first(&self, py: Python<'_>) -> Vec<usize> {
+        py.detach(|| self.0.first())
+    }
+
+    fn misses(&self, py: Python<'_>, policy: &str, capacity: usize) -> PyResult<Vec<usize>> {
+        py.detach(|| self.0.misses(policy, capacity)).or_raise(py)
+    }
+
+    fn optimum(&self, py: Python<'_>, capacity: usize) -> Vec<usize> {
+        py.detach(|| self.0.optimum(capacity))
+    }
 }
