@@ -220,6 +220,22 @@ proptest! {
     }
 }
 
+#[test]
+fn batches_of_several_rounds_are_served_whole() {
+    let fixture = Fixture::new(&[8], &[(1000, 21)], 1);
+    let ids: Vec<i64> = (0..2 * super::LONGEST_ROUND + 5)
+        .map(|position| i64::try_from(position * 7 % 1000).unwrap())
+        .collect();
+    for io in Io::ALL {
+        let Some(reader) = fixture.open(io) else {
+            continue;
+        };
+        let (out, report) = fixture.gather(&reader, &ids, None).unwrap();
+        fixture.assert_equal(&out, &ids, None);
+        assert_eq!(report.rows, ids.len() as u64);
+    }
+}
+
 fn many() -> (Fixture, Vec<i64>) {
     let fixture = Fixture::new(&[160, 8], &[(3000, 1), (5000, 4093), (2000, 77)], 2);
     let ids = (0..9000_i64).map(|index| index * 7919 % 10_000).collect();
