@@ -2,7 +2,7 @@
 
 Before every call the page cache of the table's file is dropped, if calls since the last drop may
 have left any of the batch resident, and mincore is asked: what it finds is printed as "left". Each
-call has ids of its own; methods take turns in rotating order; every row is checked, outside of what
+call has ids of its own; methods take turns in changing order; every row is checked, outside of what
 is timed. numpy, torch and the pool read through a mapping with advice for random access, without
 which each fault reads megabytes; the line "no advice" shows that.
 

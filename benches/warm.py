@@ -3,7 +3,7 @@
 Every page of the table is in memory and mapped before anything is timed, for engram by `prewarm`,
 for numpy and torch by MADV_POPULATE_READ on their mapping: the first touch of a page costs more
 than the copy of a row. numpy and torch read plain arrays over a mapping. Each call has ids of its
-own; methods take turns in rotating order; every row is checked, outside of what is timed.
+own; methods take turns in changing order; every row is checked, outside of what is timed.
 
     python benches/warm.py [--section rows|open] [--ids uniform|text] [--rows 16,256,4096]
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -84,10 +85,14 @@ class _Lane:
     slots: list[NDArray[np.uint8]]
 
 
-def rotated(entries: Sequence[_Turn], turn: int) -> list[_Turn]:
-    """The entries beginning at another one each turn, so that none always follows the same one."""
-    shift = turn % len(entries)
-    return [*entries[shift:], *entries[:shift]]
+def shuffled(entries: Sequence[_Turn], turn: int) -> list[_Turn]:
+    """The entries in an order of the turn's own, so that none always follows the same one.
+
+    What a method leaves in caches and queues would otherwise fall on its successor alone.
+    """
+    order = list(entries)
+    random.Random(turn).shuffle(order)
+    return order
 
 
 def interleaved(
@@ -100,7 +105,7 @@ def interleaved(
     least: int = 1,
     bytes_read: Callable[[], int] | None = None,
 ) -> dict[str, Result]:
-    """Runs the methods in turn, in rotating order, each call on ids that none has just read.
+    """Runs the methods in turn, in changing order, each call on ids that none has just read.
 
     Results are kept in slots and checked between rounds, outside of what is timed.
 
@@ -128,7 +133,7 @@ def interleaved(
     deadline = time.perf_counter() + seconds
     pending: list[tuple[Result, NDArray[np.int64], NDArray[np.uint8]]] = []
     for turn in range(rounds):
-        for lane in rotated(lanes, turn):
+        for lane in shuffled(lanes, turn):
             method, result = lane.method, lane.result
             if method.most is not None and turn >= method.most:
                 continue
