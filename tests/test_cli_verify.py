@@ -253,6 +253,7 @@ def test_prewarm_obeys_what_memory_has_room_for(sound, monkeypatch):
 def test_prewarm_refuses(sound, tmp_path):
     for arguments, words in (
         ([sound.directory, "--max", "lots"], "'lots' is not a size"),
+        ([sound.directory, "--max", "9" * 400 + ".5GiB"], "is more than the"),
         ([sound.directory, "--table", "9"], sound.tables[0].name),
         ([tmp_path / "nowhere"], "nowhere"),
     ):
