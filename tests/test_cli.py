@@ -321,7 +321,8 @@ def test_wrong_sizes(written):
 
 
 @pytest.mark.parametrize(
-    "written", [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", "9" * 5000, "9000PiB", "9223372036854775808"]
+    "written",
+    [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", "9" * 5000, "9000PiB", "9223372036854775808"],
 )
 def test_sizes_that_nothing_can_have(written):
     with pytest.raises(ValueError, match="is more than the") as refused:

@@ -136,7 +136,7 @@ def row_ids(
     if hasher is None:
         return _plain(info, generator), None
     if hasher.num_rows > info.rows:
-        why = f"tokens stand for rows: they are hashed to {hasher.num_rows:,} rows, not {info.rows:,}"
+        why = f"tokens stand for rows: {hasher.num_rows:,} are hashed to, {info.rows:,} are stored"
         return _plain(info, generator), why
     return _hashed(hasher, generator), None
 

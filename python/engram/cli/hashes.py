@@ -42,8 +42,8 @@ def table_hasher(path: Path, info: engram.TableInfo) -> NgramHash | None:
     compressed = compressed or tokens
     if max(tokens, compressed) > _MOST_TOKENS:
         raise ValueError(
-            f"config.json: vocab_size {tokens} or engram_compressed_vocab_size {compressed} is more "
-            "tokens than any tokenizer has"
+            f"config.json: vocab_size {tokens} or engram_compressed_vocab_size {compressed} is "
+            "more tokens than any tokenizer has"
         )
     token_map = np.minimum(np.arange(tokens), compressed - 1)
     return engram.hasher(path, info.name, token_map=token_map)
