@@ -200,7 +200,9 @@ def test_a_share_is_of_the_memory_there_is():
 
 
 @pytest.mark.parametrize(
-    "value", [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", f"{'9' * 400}%", "9" * 5000, 10**400]
+    "value",
+    [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", f"{'9' * 400}%", "9" * 5000, 10**400],
+    ids=["whole", "part", "share", "bytes", "number"],
 )
 def test_a_budget_beyond_all_numbers_is_refused(path, value):
     with raises(ValueError, "of memory"):

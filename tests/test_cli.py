@@ -323,6 +323,7 @@ def test_wrong_sizes(written):
 @pytest.mark.parametrize(
     "written",
     [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", "9" * 5000, "9000PiB", "9223372036854775808"],
+    ids=["whole", "part", "bytes", "unit", "one-more"],
 )
 def test_sizes_that_nothing_can_have(written):
     with pytest.raises(ValueError, match="is more than the") as refused:
