@@ -96,7 +96,6 @@ def read(path: Path) -> None:
     print(engram.drop_cache(gather.files), "bytes stayed in the page cache")
 
 
-
 def budget(path: Path) -> None:
     """Rows kept within a budget, for tables that memory cannot hold."""
     with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +117,9 @@ def budget(path: Path) -> None:
 def watch(path: Path) -> None:
     """Numbers for Prometheus, where prometheus_client is installed."""
     try:
-        from engram import metrics
         from prometheus_client import CollectorRegistry, generate_latest
+
+        from engram import metrics
     except ModuleNotFoundError as missing:
         print(missing)
         return

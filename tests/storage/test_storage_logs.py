@@ -31,10 +31,9 @@ def log(caplog, monkeypatch):
 
 
 def test_a_copy_of_ones_own_instead_of_a_shared_one(checkpoint, log):
-    with (
-        pytest.warns(UserWarning, match="cannot reach one another"),
-        engram.open_storage({}, checkpoint().directory, parallel=ALONE) as storage,
-    ):
+    with pytest.warns(UserWarning, match="cannot reach one another"):
+        storage = engram.open_storage({}, checkpoint().directory, parallel=ALONE)
+    with storage:
         (record,) = [each for each in log() if "not shared" in each.fallback]
         assert record.table == storage.info.name
         assert "cannot reach one another" in record.fallback

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import engram
 from engram.cli.errors import describe
 from engram.cli.hashes import table_hasher
 from engram.cli.text import format_bytes, percent, plural
@@ -15,6 +14,8 @@ from .finding import Finding
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import engram
 
 
 def checkpoint(tables: Sequence[engram.TableInfo]) -> Finding:
