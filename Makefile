@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-BENCHES ?= warm cold mixed hash storage
+BENCHES ?= warm cold mixed hash storage step
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=

@@ -1,6 +1,6 @@
 """Writes the figures of the documentation: runs benchmarks, keeps what they say and draw.
 
-    python benches/figures.py                        # everything, on a quiet machine: half an hour
+    python benches/figures.py                        # everything, on a quiet machine: an hour
     python benches/figures.py warm hash -- --quick   # two of them; options after -- reach each
 
 For each benchmark `docs/figures/NAME.md` holds the command, the machine, the notes and the tables
@@ -20,7 +20,10 @@ from pathlib import Path
 from support.options import CHECKOUT
 
 FOLDER = CHECKOUT / "docs" / "figures"
-SCRIPTS = ("warm", "cold", "mixed", "storage", "hash", "step")
+SCRIPTS = ("warm", "cold", "mixed", "storage", "hash", "step", "budget")
+DRAWN = {"budget": "Hit rates over memory, and speeds of each contender"}
+"""What a plot shows, where it is not microseconds per row over rows per call."""
+
 WITHOUT_OPTIONS = {"hash"}
 """Benchmarks that read no checkpoint, draw no plot, and take none of the common options."""
 
@@ -65,7 +68,8 @@ def fragment(name: str, command: str, printed: str, *, plot: bool) -> str:
     if figures:
         lines += [figures.strip(), ""]
     if plot:
-        lines += [f"![Microseconds per row over rows per call](figures/{name}.png)", ""]
+        shown = DRAWN.get(name, "Microseconds per row over rows per call")
+        lines += [f"![{shown}](figures/{name}.png)", ""]
     indented = "\n".join(f"    {line}".rstrip() for line in tables.splitlines())
     indented = re.sub(r"(?m)^    ## (.*)$", r"    **\1**", indented)
     return "\n".join([*lines, '??? note "All tables"', "", indented, ""])

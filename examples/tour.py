@@ -3,7 +3,8 @@
     python examples/tour.py
 
 Takes some seconds on a CPU and a few megabytes in a temporary folder. Needs torch, and safetensors
-for the part with a loader. Each function is one stop, and can be read by itself.
+for the part with a loader; metrics are shown where prometheus_client is installed. Each function is
+one stop, and can be read by itself.
 """
 
 import contextlib
@@ -93,6 +94,41 @@ def read(path: Path) -> None:
         print("runs", gather.stats()["io"]["runs"])
     assert gather.closed
     print(engram.drop_cache(gather.files), "bytes stayed in the page cache")
+
+
+def budget(path: Path) -> None:
+    """Rows kept within a budget, for tables that memory cannot hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        hot = Path(folder, "hot-rows")
+        with engram.FileGather(path, cache_bytes="4MiB") as gather:
+            gather.gather(range(1000))
+            gather.gather(range(1000))
+            found = gather.stats()["cache"]
+            assert found["hits"] == found["misses"] == 1000
+            print(f"{found['rows']} rows of {found['capacity']} in {found['budget_bytes']} bytes")
+            print(gather.save_hot(hot), "rows listed for the next start")
+            gather.resize("1MiB")  # those wanted most stay
+        with engram.FileGather(path, cache_bytes="4MiB") as gather:
+            loaded = gather.load_hot(hot, progress=lambda done, total: None)
+            gather.gather(range(1000))
+            print(loaded, "rows loaded,", gather.stats()["cache"]["misses"], "missed afterwards")
+
+
+def watch(path: Path) -> None:
+    """Numbers for Prometheus, where prometheus_client is installed."""
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        from engram import metrics
+    except ModuleNotFoundError as missing:
+        print(missing)
+        return
+    registry = CollectorRegistry()
+    with engram.FileGather(path) as gather:
+        registry.register(metrics.PrometheusCollector(gather))
+        gather.gather([1, 2, 3])
+        lines = generate_latest(registry).decode().splitlines()
+    print(next(line for line in lines if line.startswith("engram_rows_total")))
 
 
 def verify(path: Path) -> None:
@@ -262,7 +298,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         qwen = synth.write(Path(folder, "qwen"), "qwen", rows=5000, dtype="fp8").directory
         deepseek = synth.write(Path(folder, "deepseek"), "deepseek", rows=3000).directory
-        for stop in (look, read, verify, hash_tokens, step, places, ranks):
+        for stop in (look, read, budget, watch, verify, hash_tokens, step, places, ranks):
             print(f"\n== {stop.__name__}: {stop.__doc__}")
             stop(qwen)
         print(f"\n== {several_tables.__name__}: {several_tables.__doc__}")

@@ -199,6 +199,18 @@ def test_a_share_is_of_the_memory_there_is():
     assert memory <= total
 
 
+@pytest.mark.parametrize(
+    "value",
+    [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", f"{'9' * 400}%", "9" * 5000, 10**400],
+    ids=["whole", "part", "share", "bytes", "number"],
+)
+def test_a_budget_beyond_all_numbers_is_refused(path, value):
+    with raises(ValueError, "of memory"):
+        engram.FileGather(path, "t", cache_bytes=value)
+    with engram.FileGather(path, "t") as gather, raises(ValueError, "of memory"):
+        gather.resize(value)
+
+
 def test_resizing_keeps_rows_and_ends_at_nothing(path, stored):
     ids = np.arange(0, ROWS, 3)
     with engram.FileGather(path, "t", cache_bytes="8MiB") as gather:

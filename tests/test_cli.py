@@ -320,6 +320,17 @@ def test_wrong_sizes(written):
         text.parse_size(written)
 
 
+@pytest.mark.parametrize(
+    "written",
+    [f"{'9' * 400}GiB", f"{'9' * 400}.5GiB", "9" * 5000, "9000PiB", "9223372036854775808"],
+    ids=["whole", "part", "bytes", "unit", "one-more"],
+)
+def test_sizes_that_nothing_can_have(written):
+    with pytest.raises(ValueError, match="is more than the") as refused:
+        text.parse_size(written)
+    assert len(str(refused.value)) < 200
+
+
 @given(st.integers(0, 1 << 55))
 def test_printed_sizes_read_back_to_about_the_same(count):
     assert math.isclose(text.parse_size(text.format_bytes(count)), count, rel_tol=0.06)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import engram
 from engram import synth
-from engram.cli import baselines, bench, measured, page_cache, timing
+from engram.cli import baselines, bench, budgets, hashes, measured, page_cache, timing
 from engram.cli.app import app
 
 QUICK = ["--rows", "4,300", "--seconds", "0"]
@@ -146,16 +146,75 @@ def test_bench_refuses(one_array, options, message):
 def test_bench_goes_on_without_a_mode(one_array, monkeypatch):
     opened = engram.FileGather
 
-    def refusing(path, table=None, *, io="auto"):
+    def refusing(path, table=None, *, io="auto", **more):
         if io == "uring":
             raise OSError(1, "Operation not permitted")
-        return opened(path, table, io=io)
+        return opened(path, table, io=io, **more)
 
     monkeypatch.setattr(bench.engram, "FileGather", refusing)
     result = run(one_array.directory, *QUICK, "--warm-only")
     assert result.exit_code == 0, result.stderr
     assert "io='uring' cannot run here: Operation not permitted" in result.stdout
     assert "│ engram, io='uring'" not in result.stdout
+
+
+# hit rates
+
+
+@pytest.mark.parametrize("checkpoint", ["two_tables", "one_array", "pieces"])
+def test_a_text_hits_more_often_in_larger_caches(checkpoint, request):
+    info = request.getfixturevalue(checkpoint)
+    result = run(info.directory, *QUICK, "--table", "0", "--warm-only", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    rates = document["hit_rates"]
+    assert rates["tokens"] >= 8 * rates["chunk_tokens"]
+    table = engram.tables(info.directory)[0]
+    heads = tables_heads(info.directory, table)
+    points = rates["budgets"]
+    assert len(points) == 5
+    sizes = [point["cache_bytes"] for point in points]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == rates["distinct_rows"] * (table.row_bytes + 5)
+    for point in points:
+        assert point["rows"] == rates["tokens"] // 2 * heads
+        assert 0 <= point["hits"] <= point["rows"]
+        assert point["hit_rate"] == point["hits"] / point["rows"]
+        assert point["rows_checked"] == rates["tokens"] * heads
+        assert point["rows_wrong"] == 0
+    found = [point["hit_rate"] for point in points]
+    assert found == sorted(found), "more room never finds less here"
+    assert found[-1] > found[0] > 0
+
+
+def tables_heads(directory, table):
+    hasher = hashes.table_hasher(directory, table)
+    return 1 if hasher is None else hasher.heads
+
+
+def test_hit_rates_are_shown(one_array):
+    result = run(one_array.directory, *QUICK, "--warm-only")
+    assert result.exit_code == 0, result.stderr
+    assert "cache_bytes: hits in the second half of " in result.stdout
+    assert budgets.TEXT in result.stdout
+
+
+def test_without_a_configuration_tokens_stand_for_rows(tmp_path):
+    info = synth.write(tmp_path / "c", "qwen", rows=20_000)
+    (info.directory / "config.json").unlink()
+    result = run(info.directory, *QUICK, "--warm-only", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert any("tokens stand for rows" in note for note in document["notes"])
+    assert all(point["hits"] > 0 for point in document["hit_rates"]["budgets"])
+
+
+def test_the_made_up_text_repeats_itself_as_the_documents_say():
+    text = budgets.phrases(200_000, np.random.default_rng(3))
+    tokens = np.concatenate([next(text) for _ in range(4096 // budgets.CHUNK)])
+    triples = np.lib.stride_tricks.sliding_window_view(tokens, 3)
+    repeated = 1 - len(np.unique(triples, axis=0)) / len(triples)
+    assert 0.2 < repeated < 0.5
 
 
 # baselines

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import time
 
 import pytest
 
 pytest.importorskip("typer")
+from rich.console import Console
 from typer.testing import CliRunner
 
 import engram
 from engram import _engram, synth
-from engram.cli import prewarm, verify
+from engram.cli import prewarm, progress, verify
 from engram.cli.app import app
 
 
@@ -253,6 +257,7 @@ def test_prewarm_obeys_what_memory_has_room_for(sound, monkeypatch):
 def test_prewarm_refuses(sound, tmp_path):
     for arguments, words in (
         ([sound.directory, "--max", "lots"], "'lots' is not a size"),
+        ([sound.directory, "--max", "9" * 400 + ".5GiB"], "is more than the"),
         ([sound.directory, "--table", "9"], sound.tables[0].name),
         ([tmp_path / "nowhere"], "nowhere"),
     ):
@@ -260,3 +265,42 @@ def test_prewarm_refuses(sound, tmp_path):
         assert result.exit_code == 1
         assert words in result.stderr
         assert result.stdout == ""
+
+
+def test_prewarm_as_json(sound):
+    result = run("prewarm", sound.directory, "--max", "100KiB", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["schema_version"] == prewarm.SCHEMA_VERSION
+    assert document["path"] == str(sound.directory)
+    assert document["max_bytes"] == 100 << 10
+    first, second = document["tables"]
+    assert [first["name"], second["name"]] == [table.name for table in sound.tables]
+    assert (first["bytes_read"], second["bytes_read"]) == (100 << 10, 0)
+    assert document["left_out_bytes"] == sum(table.nbytes for table in sound.tables) - (100 << 10)
+    assert first["seconds"] > 0
+    assert 0 <= second["resident_share"] <= 1
+
+
+def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch):
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=140, height=20)
+    monkeypatch.setattr(progress, "status", lambda: terminal)
+    total = 64 << 20
+
+    def slowly(gather, most, report):
+        # Half of it in as long as it takes for a rate to be known, and no more.
+        for done in range(8):
+            report(done * total // 16, total)
+            time.sleep(0.1)
+        return most
+
+    monkeypatch.setattr(engram.FileGather, "prewarm", slowly)
+    result = run("prewarm", sound.directory, "--table", "0")
+    assert result.exit_code == 0, result.stderr
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    frames = [frame for frame in re.split(r"[\r\n]+", plain) if "MiB" in frame]
+    assert any(
+        re.search(r"\d+(\.\d+)?/64(\.0)? MiB [\d.]+ [kMG]?B/s 0:00:0\d", frame) for frame in frames
+    ), frames
+    assert any(sound.tables[0].name[-20:] in frame for frame in frames)

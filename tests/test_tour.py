@@ -73,5 +73,6 @@ def test_the_tour_runs():
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for stop in ("look", "read", "verify", "hash_tokens", "step", "places", "ranks"):
+    stops = ("look", "read", "budget", "watch", "verify", "hash_tokens", "step", "places", "ranks")
+    for stop in stops:
         assert f"\n== {stop}: " in done.stdout

@@ -4,7 +4,7 @@ Every record carries `event` and the fields of that event as attributes, so that
 write them as they are:
 
     open      INFO     table, path, family, rows, row_bytes, files, io, fallbacks
-    fallback  WARNING  table, fallback; each text once per process
+    fallback  WARNING  table (None where it is not about one), fallback; each text once per process
     fault     WARNING  table, rows_reread: pages could not be read, their rows were read again
     fault     INFO     table, path, row, offset, errno: a read failed, and the caller was told
     trim      DEBUG    table, bytes_trimmed: page tables given back, at most one record a second

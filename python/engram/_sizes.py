@@ -20,20 +20,45 @@ _UNITS = {
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)\s*"
 _SIZE = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
 _SHARE = re.compile(_NUMBER + r"%\s*")
+_DIGITS = 300
+_SHOWN = 60
 
 
 def parse_size(text: str) -> int:
     """Bytes in a size such as `6GiB`, `1.5 GB`, `200MiB` or `4096`.
 
     Raises:
-        ValueError: Not a size; says what one looks like.
+        ValueError: Not a size, which says what one looks like; or more than can be addressed.
     """
+    size = _bytes(text)
+    if size is None:
+        raise ValueError(
+            f"{_short(text)} is not a size; write bytes, or for example 6GiB, 1.5GB, 200MiB"
+        )
+    if size > sys.maxsize:
+        raise ValueError(f"{_short(text)} is more than the {sys.maxsize} bytes that can be counted")
+    return size
+
+
+def _bytes(text: str) -> int | None:
+    """Bytes in a size, however many; None where it is none."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size; write bytes, or for example 6GiB, 1.5GB, 200MiB")
+        return None
     number = match[1]
-    return int(number) * unit if number.isdecimal() else int(float(number) * unit)
+    # Python reads no whole number of thousands of digits, and none so long is a size.
+    if number.isdecimal() and len(number) <= _DIGITS:
+        return int(number) * unit
+    return _whole(float(number) * unit)
+
+
+def _whole(number: float) -> int:
+    return int(number) if number < sys.maxsize else sys.maxsize + 1
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
 
 
 def budget(name: str, value: Any) -> int:
@@ -44,28 +69,25 @@ def budget(name: str, value: Any) -> int:
     Raises:
         ValueError: Anything else; `name` says which argument it was.
     """
-    wanted = f'{name}={value!r} must be a number of bytes, a size such as "2GiB" or a share of '
-    wanted += 'memory such as "25%"'
+    shown = f"{name}={_short(value) if isinstance(value, str) else repr(value)}"
+    wanted = f'{shown} must be a number of bytes, a size such as "2GiB" or a share of memory '
+    wanted += 'such as "25%"'
     if isinstance(value, str):
         share = _SHARE.fullmatch(value)
-        try:
-            number = int(_memory() * float(share[1]) / 100) if share else parse_size(value)
-        except ValueError:
-            raise placed(ValueError(wanted)) from None
+        number = _whole(_memory() * float(share[1]) / 100) if share else _bytes(value)
     else:
         try:
             number = None if isinstance(value, bool) else operator.index(value)
         except TypeError:
             number = None
-        if number is None:
-            raise placed(ValueError(wanted))
+    if number is None:
+        raise placed(ValueError(wanted))
     if number < 0:
-        raise placed(ValueError(f"{name}={value!r} is negative; 0 is none"))
+        raise placed(ValueError(f"{shown} is negative; 0 is none"))
     if number > sys.maxsize:
         raise placed(
             ValueError(
-                f"{name}={value!r} is more than the {_memory()} bytes of memory that this process "
-                "may use"
+                f"{shown} is more than the {_memory()} bytes of memory that this process may use"
             )
         )
     return number

@@ -24,6 +24,7 @@ from .baselines import (
     threads_over_map,
     torch_select,
 )
+from .budgets import TEXT, HitRates, hit_rates
 from .errors import Failed, describe, reported
 from .machine import file_system, kernel, memory, processor
 from .measured import JSON_VERSION, Measurement, groups, medians, wrong_rows
@@ -79,7 +80,8 @@ def bench(
     """Time every way to read rows of a table: warm, cold, and with a part of the rows resident.
 
     Ids are uniform over the table, every call has new ones, methods take turns, and every row is
-    compared with plain reads of the same bytes. Except with --warm-only the page cache of the
+    compared with plain reads of the same bytes. In the end a made-up text goes through caches of
+    rows of several budgets, and hit rates are told. Except with --warm-only the page cache of the
     checkpoint's files is dropped again and again, and cold afterwards: do not run this beside a
     server that reads them.
     """
@@ -108,6 +110,7 @@ def bench(
                 run.cold(sizes, seconds)
                 for share in _SHARES:
                     run.partly_resident(share, sizes, seconds)
+            run.budgets(seconds)
             _show(run, console)
             if as_json:
                 document: dict[str, Any] = {
@@ -117,12 +120,13 @@ def bench(
                     "machine": header,
                     "notes": run.notes,
                     "measurements": [entry.as_json() for entry in run.measurements],
+                    "hit_rates": run.rates.as_json(),
                 }
                 print(json.dumps(document, indent=2))
             if plot_file is not None:
                 title = f"{run.gather.info.name}\n{header['processor']}, {header['file system']}"
-                draw(plot_file, run.measurements, title)
-            wrong = wrong_rows(run.measurements)
+                draw(plot_file, run.measurements, title, run.rates.entries)
+            wrong = run.wrong
         if wrong:
             raise Failed(f"{plural(wrong, 'gathered row')} had wrong bytes")
 
@@ -145,6 +149,7 @@ class _Bench:
     table: str | int | None
     measurements: list[Measurement] = field(default_factory=lambda: [])
     notes: list[str] = field(default_factory=lambda: [])
+    rates: HitRates = field(default_factory=lambda: HitRates(0, 0, ()))
 
     def __enter__(self) -> _Bench:
         self.gather = engram.FileGather(self.path, self.table)
@@ -240,6 +245,18 @@ class _Bench:
         state = f"{share:.0%} resident"
         self._measure(state, sizes, seconds, self._uniform, prepare, missing_only)
 
+    def budgets(self, seconds: float) -> None:
+        """What caches of rows find of a text, by their budgets."""
+        with status().status("a text through caches of rows"):
+            info = self.gather.info
+            self.rates = hit_rates(self.path, info, self.stored.expected, seconds=seconds)
+        self.notes += self.rates.notes
+
+    @property
+    def wrong(self) -> int:
+        """Rows that differed from what is stored."""
+        return wrong_rows(self.measurements) + sum(rate.wrong for rate in self.rates.entries)
+
     def _uniform(self, rows: int) -> Ids:
         return self.generator.integers(0, self.gather.num_rows, rows)
 
@@ -297,6 +314,7 @@ def _show(run: _Bench, console: Console) -> None:
             table.add_row(*line)
         # Figures are worth more than a tidy right edge: never cut them to a narrow terminal.
         console.print(table, width=160, crop=False)
+    _show_rates(run.rates, console)
     for note in run.notes:
         console.print(f"note         {note}")
     if run.cache.drops:
@@ -307,5 +325,21 @@ def _show(run: _Bench, console: Console) -> None:
     share = run.gather.residency().share
     console.print(f"in memory    {'unknown' if share is None else f'{share:.1%}'} after")
     checked = sum(entry.result.rows for entry in run.measurements)
-    wrong = wrong_rows(run.measurements)
-    console.print(f"checked      {plural(checked, 'gathered row')}, {wrong:,} wrong")
+    checked += sum(entry.checked for entry in run.rates.entries)
+    console.print(f"checked      {plural(checked, 'gathered row')}, {run.wrong:,} wrong")
+
+
+def _show_rates(rates: HitRates, console: Console) -> None:
+    table = Table(
+        title=f"\ncache_bytes: hits in the second half of {rates.tokens:,} tokens ({TEXT})",
+        title_justify="left",
+    )
+    table.title_style = ""
+    for heading in ("budget", "rows it holds", "of those wanted", "hits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rate in rates.entries:
+        held = min(1.0, rate.capacity / rates.distinct)
+        table.add_row(
+            format_bytes(rate.cache_bytes), f"{rate.capacity:,}", f"{held:.0%}", f"{rate.share:.1%}"
+        )
+    console.print(table, width=160, crop=False)

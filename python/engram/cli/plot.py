@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from .budgets import HitRate
     from .measured import Measurement
 
 _COLUMNS = 3
@@ -31,13 +32,22 @@ def require_matplotlib() -> Any:
         ) from None
 
 
-def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
-    """Writes a PNG with one panel per state: time per call over rows per call, a line per method.
+def draw(
+    path: Path,
+    measurements: Sequence[Measurement],
+    title: str,
+    rates: Sequence[HitRate] = (),
+) -> None:
+    """Writes a PNG with one panel per state, and one of hit rates if there are any.
+
+    A state has the time per call over rows per call, a line per method; hit rates are over the
+    budget of the cache, a point per budget.
 
     Args:
         path: Where to write.
         measurements: What to draw.
         title: Stands over the panels.
+        rates: What caches of rows found.
 
     Raises:
         Failed: matplotlib is not installed.
@@ -45,8 +55,9 @@ def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
     """
     figure_class = require_matplotlib()
     panels = groups(measurements)
-    columns = min(_COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
+    count = len(panels) + bool(rates)
+    columns = min(_COLUMNS, count)
+    lines = -(-count // columns)
     figure: Any = figure_class(figsize=(5.5 * columns, 4.2 * lines + 0.8), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(lines, columns, squeeze=False)
@@ -69,6 +80,20 @@ def draw(path: Path, measurements: Sequence[Measurement], title: str) -> None:
         axis.set(xlabel="rows per call", ylabel="microseconds per call")
         axis.grid(visible=True, which="both", alpha=0.25)
         axis.legend(fontsize="x-small")
-    for spare in range(len(panels), lines * columns):
+    if rates:
+        _draw_rates(axes[(count - 1) // columns][(count - 1) % columns], rates)
+    for spare in range(count, lines * columns):
         axes[spare // columns][spare % columns].set_visible(False)
     figure.savefig(path, dpi=120, format="png")
+
+
+def _draw_rates(axis: Any, rates: Sequence[HitRate]) -> None:
+    axis.plot(
+        [rate.cache_bytes / 2**20 for rate in rates],
+        [100 * rate.share for rate in rates],
+        marker="o",
+    )
+    axis.set_xscale("log", base=2)
+    axis.set(title="cache_bytes, made-up text", xlabel="budget in MiB", ylabel="% of rows that hit")
+    axis.set_ylim(0, 100)
+    axis.grid(visible=True, alpha=0.25)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +21,9 @@ from .text import format_bytes, output, parse_size, percent
 if TYPE_CHECKING:
     from rich.console import Console
 
+SCHEMA_VERSION = 1
+"""Of the JSON document. Keys may be added to it; whatever else changes raises the number."""
+
 
 def prewarm(
     path: Annotated[
@@ -32,6 +37,7 @@ def prewarm(
         str | None,
         typer.Option("--max", help="Bytes to read at most, over all tables, such as 20GiB."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read tables into the page cache, in order and at the device's best rate.
 
@@ -42,7 +48,18 @@ def prewarm(
         wanted = None if most is None else parse_size(most)
         tables = chosen_tables(path, table)
         limit, _ = _engram.memory_bytes()
-        warm_tables(path, tables, wanted, limit, output())
+        done = warm_tables(path, tables, wanted, limit, output(quiet=as_json))
+        if as_json:
+            document: dict[str, Any] = {
+                "schema_version": SCHEMA_VERSION,
+                "engram": engram.__version__,
+                "path": os.fspath(path),
+                "max_bytes": wanted,
+                "memory_bytes": limit,
+                "left_out_bytes": sum(each["bytes"] - each["bytes_read"] for each in done),
+                "tables": done,
+            }
+            print(json.dumps(document, indent=2))
 
 
 def warm_tables(
@@ -51,7 +68,7 @@ def warm_tables(
     wanted: int | None,
     limit: int,
     console: Console,
-) -> None:
+) -> list[dict[str, Any]]:
     """Prewarms one table after the other, and says of each what became of it.
 
     Args:
@@ -60,6 +77,9 @@ def warm_tables(
         wanted: Bytes asked for, None for all.
         limit: Bytes that memory has room for; page cache counts as room.
         console: Where to say it.
+
+    Returns:
+        The same as JSON values; every key is part of the command's interface.
 
     Raises:
         Failed: There is no room at all.
@@ -70,6 +90,7 @@ def warm_tables(
     if room == 0 and total > 0 and wanted != 0:
         raise Failed("there is no memory to read rows into")
     left = room
+    told: list[dict[str, Any]] = []
     for info in tables:
         share = min(left, info.bytes)
         with engram.FileGather(path, info.name) as gather:
@@ -84,6 +105,15 @@ def warm_tables(
             f"{info.name}: {format_bytes(done)} of {format_bytes(info.bytes)} read in "
             f"{seconds:.1f} s{rate}; {percent(resident)} in memory"
         )
+        told.append(
+            {
+                "name": info.name,
+                "bytes": info.bytes,
+                "bytes_read": done,
+                "seconds": seconds,
+                "resident_share": resident,
+            }
+        )
     if room < total:
         why = (
             f"--max {format_bytes(wanted)}"
@@ -91,6 +121,7 @@ def warm_tables(
             else f"no more than {format_bytes(limit)} of memory may be used"
         )
         console.print(f"{format_bytes(total - room)} were left out: {why}")
+    return told
 
 
 def _short(name: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engram import _engram
+from engram._notices import notify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +106,7 @@ def report(buffer: HostBuffer, refused: str | None) -> float:
     """
     share = coverage(buffer)
     if share < ENOUGH:
+        notify(f"use_thp: {share:.0%} of the table is in huge pages: {_reason(refused)}")
         warnings.warn(
             f"use_thp: {share:.0%} of the table is in huge pages, the rest in ordinary ones: "
             f"{_reason(refused)}. Rows are the same; look-ups are somewhat slower",

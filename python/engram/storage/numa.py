@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from engram._notices import notify
+
 if TYPE_CHECKING:
     from engram.buffer import HostBuffer
 
@@ -87,6 +89,7 @@ def place(buffer: HostBuffer, nodes: list[int]) -> bool:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
+        notify(message)
         warnings.warn(message, UserWarning, stacklevel=2)
 
 

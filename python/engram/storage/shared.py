@@ -6,6 +6,7 @@ import errno
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from engram._notices import notify
 from engram.parallel import host_name
 from engram.storage import preflight
 from engram.storage.base import Progress, no_bytes
@@ -183,6 +184,7 @@ class SharedStorage(PinnedStorage):
                 f"dp_shared_memory=True cannot be met for table {self.info.name!r}: {reason}"
             )
         self.fallbacks.append(f"shared memory: {reason}")
+        notify(f"table {self.info.name!r} is not shared between replicas: {reason}", self.info.name)
         warnings.warn(
             f"table {self.info.name!r} is not shared between replicas, each holds its own copy: "
             f"{reason}",

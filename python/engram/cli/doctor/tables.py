@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-import engram
 from engram.cli.errors import describe
+from engram.cli.hashes import table_hasher
 from engram.cli.text import format_bytes, percent, plural
 
 from .finding import Finding
@@ -17,6 +14,8 @@ from .finding import Finding
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import engram
 
 
 def checkpoint(tables: Sequence[engram.TableInfo]) -> Finding:
@@ -123,25 +122,10 @@ def demand(path: Path, tables: Sequence[engram.TableInfo], rows: int | None = No
         heads = rows
         if heads is None:
             try:
-                heads = _heads(path, info)
+                hasher = table_hasher(path, info)
             except (OSError, ValueError, ImportError) as error:
                 return Demand(None, 0, str(error))
+            heads = 1 if hasher is None else hasher.heads
         total += heads
         reads += heads * len(info.planes)
     return Demand(total, reads)
-
-
-def _heads(path: Path, info: engram.TableInfo) -> int:
-    if info.family in {"gemma", "plain"}:
-        return 1
-    if info.family != "deepseek":
-        return engram.hasher(path, info.name).heads
-    # How many rows a token has does not depend on which, so any map of the right size will do where
-    # there is no tokenizer.
-    folder = path if path.is_dir() else path.parent
-    config: Any = json.loads((folder / "config.json").read_text())
-    fields: dict[str, Any] = {**config, **config.get("text_config", {})}
-    tokens = int(fields.get("vocab_size", 1))
-    compressed = int(fields.get("engram_compressed_vocab_size", tokens))
-    token_map = np.minimum(np.arange(tokens), compressed - 1)
-    return engram.hasher(path, info.name, token_map=token_map).heads
