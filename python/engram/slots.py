@@ -118,6 +118,13 @@ class Slot:
             self.copies_of(count), self._zeros_of(count, before), self._place
         )
 
+    def take(self, other: Slot, count: int, before: int) -> None:
+        """The first `count` tokens' rows of another; zeros behind them as far as rows went before."""
+        for ours, theirs in zip(self.planes, other.planes, strict=True):
+            for plane, source in zip(ours, theirs, strict=True):
+                plane[:count] = source[:count]
+                plane[count:before] = 0
+
     def clear(self) -> None:
         """Zeros, after a step that failed."""
         self._whole.zero_()
