@@ -148,6 +148,24 @@ def test_a_graph_that_can_wait_is_tried_once(machine):
     assert wait[2] == write[2] >= OFFSET, "the address is the device's"
 
 
+def test_every_stage_finds_the_driver_that_was_tried_once(machine, monkeypatch):
+    """A process makes late steps again and again, each with waits of its own."""
+    bindings = Bindings()
+    _, cuda = machine(bindings)
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, bindings)
+    memory = engram.HostBuffer(4).pin()
+    for _ in range(2):
+        waits = waits_for(DEVICE)
+        assert waits.refusal() is None
+        word = waits.word(memory)
+        assert word.address == memory.address + OFFSET
+        waits.wait(word)
+        waits.reset(word)
+    assert cuda.log == ["init", "replay"]
+    assert [kind for kind, *_ in bindings.called] == ["wait", "write"] * 3
+
+
 @pytest.mark.parametrize(
     ("bindings", "options", "reason"),
     [

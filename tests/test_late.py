@@ -154,23 +154,34 @@ def test_a_launch_that_nobody_fills_goes_on_by_itself(qwen, device):
 
 
 @pytest.mark.case("R08")
-def test_a_gather_that_hangs_holds_nothing_up(qwen, device, monkeypatch):
-    (good,) = steps_of(qwen, 1, first=3)
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_gather_that_hangs_holds_nothing_up(qwen, monkeypatch, writes):
+    """Its graph reads zeros: neither the rows of the step before, nor its own while they arrive."""
+    good, other = steps_of(qwen, 2, first=3)
+    device = Device(slow=0.01)
     with Server(qwen, device, patience=0.1) as server:
-        release, native = threading.Event(), server.late._slot.native
+        release, native = threading.Event(), server.late._gathered.native
 
         class Hanging:
             def run(self, *arguments):
-                release.wait(20)
+                while not release.wait(0.001):
+                    if writes:
+                        native.run(*arguments)
                 return native.run(*arguments)
 
-        monkeypatch.setattr(server.late._slot, "native", Hanging())
+        server.run(other)
+        assert device.idle()
+        monkeypatch.setattr(server.late._gathered, "native", Hanging())
         server.launch()
         counts = []
-        filler = threading.Thread(target=lambda: counts.append(server.late.fill(*good)))
+        filler = threading.Thread(
+            target=lambda: counts.append(server.late.fill(*good)), daemon=True
+        )
         filler.start()
         assert device.idle(), "the graph goes on"
         assert not counts
+        assert server.right(server.seen[0], other)
+        assert server.zeros(server.seen[1])
         release.set()
         filler.join(20)
         assert counts == [0]
@@ -179,7 +190,9 @@ def test_a_gather_that_hangs_holds_nothing_up(qwen, device, monkeypatch):
         for _ in range(2):
             server.run(good)
         assert device.idle()
-        assert all(server.right(seen, good) for seen in server.seen[1:])
+        assert all(server.right(seen, good) for seen in server.seen[2:])
+        assert len(server.seen) == 4
+    device.stop()
 
 
 @pytest.mark.case("R08")
@@ -231,9 +244,11 @@ def test_closing_lets_a_waiting_graph_go_on(qwen, device, closed_by):
 
 
 def test_closing_while_rows_are_gathered(qwen, device, monkeypatch):
-    (good,) = steps_of(qwen, 1, first=3)
+    good, other = steps_of(qwen, 2, first=3)
     server = Server(qwen, device)
-    begun, release, native = threading.Event(), threading.Event(), server.late._slot.native
+    server.run(other)
+    assert device.idle()
+    begun, release, native = threading.Event(), threading.Event(), server.late._gathered.native
 
     class Slow:
         def run(self, *arguments):
@@ -241,13 +256,14 @@ def test_closing_while_rows_are_gathered(qwen, device, monkeypatch):
             release.wait(20)
             return native.run(*arguments)
 
-    monkeypatch.setattr(server.late._slot, "native", Slow())
+    monkeypatch.setattr(server.late._gathered, "native", Slow())
     server.launch()
-    filler = threading.Thread(target=server.late.fill, args=good)
+    filler = threading.Thread(target=server.late.fill, args=good, daemon=True)
     filler.start()
     assert begun.wait(20)
     server.late.close()
     assert device.idle()
+    assert server.zeros(server.seen[1]), "not the rows of the step before"
     release.set()
     filler.join(20)
     assert server.late._word.get() == 0, "no rows are left for a graph that is not to come"
@@ -257,19 +273,19 @@ def test_closing_while_rows_are_gathered(qwen, device, monkeypatch):
 def test_interrupts_are_raised_at_once_and_hold_nothing_up(qwen, device, monkeypatch):
     good, other = steps_of(qwen, 2, first=3)
     with Server(qwen, device) as server:
-        native = server.late._slot.native
+        native = server.late._gathered.native
 
         class Interrupted:
             def run(self, *arguments):
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(server.late._slot, "native", Interrupted())
+        monkeypatch.setattr(server.late._gathered, "native", Interrupted())
         server.launch()
         with pytest.raises(KeyboardInterrupt):
             server.late.fill(*good)
         assert device.idle()
         assert server.zeros(server.seen[0])
-        monkeypatch.setattr(server.late._slot, "native", native)
+        monkeypatch.setattr(server.late._gathered, "native", native)
         server.late.finish()
         server.run(good)
         assert device.idle()

@@ -21,9 +21,21 @@ class ForkedLock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Waits for at most `timeout` seconds, or until it is free; whether it is the caller's."""
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        """Lets others in."""
         # The thread that forked may itself have held the one this one replaced.
         if self._lock.locked():
             self._lock.release()
+
+    def locked(self) -> bool:
+        """Whether somebody holds it."""
+        return self._lock.locked()
 
     def renew(self) -> None:
         """Replaces the lock; in a child, before any other code runs there."""

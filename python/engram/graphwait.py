@@ -129,7 +129,17 @@ class CudaWaits:
 
     def refusal(self) -> str | None:
         """Asks the package, the driver and the device, then tries it on a graph of its own."""
-        key = (self._device.index, id(self._driver))
+        if getattr(torch.version, "hip", None) is not None:
+            return "ROCm is not CUDA"
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            return "CUDA_LAUNCH_BLOCKING is set, so a launch waits for its graph"
+        # Every instance calls the driver, also one whose answer another has found.
+        if self._driver is None:
+            try:
+                self._driver = importlib.import_module("cuda.bindings.driver")
+            except ImportError:
+                return "the package cuda-bindings is not installed"
+        key = (self._device.index, self._driver)
         if key not in _refusals:
             _refusals[key] = self._asked()
         return _refusals[key]
@@ -169,15 +179,6 @@ class CudaWaits:
         return values[0] if values else None
 
     def _asked(self) -> str | None:
-        if getattr(torch.version, "hip", None) is not None:
-            return "ROCm is not CUDA"
-        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-            return "CUDA_LAUNCH_BLOCKING is set, so a launch waits for its graph"
-        if self._driver is None:
-            try:
-                self._driver = importlib.import_module("cuda.bindings.driver")
-            except ImportError:
-                return "the package cuda-bindings is not installed"
         try:
             _cuda.init()
             version = int(self._call("cuDriverGetVersion"))
@@ -221,7 +222,7 @@ class CudaWaits:
         return None if word.get() == TAKEN else f"{self._device} did not write to host memory"
 
 
-_refusals: dict[tuple[int, int], str | None] = {}
+_refusals: dict[tuple[int, Any], str | None] = {}
 """By device and driver: asking takes a while, and the answer does not change."""
 
 _abandoned: list[Any] = []

@@ -19,12 +19,12 @@ process ends.
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from engram._errors import placed
+from engram._locks import ForkedLock
 from engram._notices import notify
 from engram.graphwait import READY, TAKEN
 from engram.latewatch import Watch
@@ -52,6 +52,9 @@ class LateStep:
     synchronisation, memory allocated or freed on it, a kernel's first use) waits until `patience`
     of the stage has passed and the step is given up.
 
+    Rows are gathered into memory of their own, at once, and moved to what the graph reads when that
+    is the host's: a gather that hangs and ends after its step was given up reaches no graph.
+
     Attributes:
         tokens: Tokens whose rows the graph fetches at every replay.
         patience: Seconds after which a launch without rows is given up; the stage's.
@@ -64,23 +67,29 @@ class LateStep:
         self._driver = driver
         self.patience = stage._patience
         self._reason = driver.refusal()
+        self._gathered: Slot | None = None
+        """What gathers write to. No graph reads it, so one that hangs does no harm."""
         self._slot: Slot | None = None
+        """What the graph reads; changed with `_state` held, and only while the word is `TAKEN`."""
         self._word: Word | None = None
         if self._reason is None:
             self._reason = self._reserve()
-        self._state = threading.Lock()
-        self._filling = threading.Lock()
+        self._state = ForkedLock()
+        self._filling = ForkedLock()
         self._captured = False
         self._launched: float | None = None
         """When the graph was launched that has no rows yet."""
         self._number = 0
         """Of the last launch."""
+        self.launching = False
+        """Whether a launch that was kept back is being made now."""
         self._held: Callable[[], Any] | None = None
         """The launch kept back, where the device cannot wait."""
         self._debts = 0
         """Steps given up while the word still belonged to the step before."""
         self._gathering: float | None = None
         self._reach = 0
+        """Rows behind this many tokens are zeros in what the graph reads."""
         self._error: BaseException | None = None
         self._closed: str | None = None
         if self._reason is None:
@@ -91,13 +100,15 @@ class LateStep:
     def _reserve(self) -> str | None:
         """Memory that the graph reads at every replay; why there is none, if so."""
         stage, copier = self._stage, self._stage._copier
+        place = len(stage._slots)
         try:
-            self._slot = Slot(
-                len(stage._slots), stage._tables, stage._buffers, copier, self.tokens, pin=True
+            self._gathered, self._slot = (
+                Slot(place, stage._tables, stage._buffers, copier, self.tokens, pin=pin)
+                for pin in (False, True)
             )
             self._word = self._driver.word(copier.host(4, pin=True))
         except RuntimeError as error:
-            self._slot = None
+            self._gathered = self._slot = None
             return str(error)
         return None
 
@@ -113,8 +124,9 @@ class LateStep:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned memory for the graph's rows."""
-        return 0 if self._slot is None else self._slot.memory.nbytes
+        """Memory for the graph's rows, pinned, and for those on their way there."""
+        slots = (self._gathered, self._slot)
+        return sum(slot.memory.nbytes for slot in slots if slot is not None)
 
     @property
     def pending(self) -> bool:
@@ -214,21 +226,26 @@ class LateStep:
                 number = self._number
             if not self.waits:
                 return self._fill_then_launch(tokens, query_start_loc, context)
-            assert self._slot is not None
-            count, error = 0, None
+            assert self._gathered is not None
+            count, given, error = 0, 0, None
             try:
                 self._require_host(tokens, query_start_loc, context)
                 arguments = self._stage._on_host(tokens, query_start_loc, context)
-                self._await_turn()
-                count = self._gather(self._slot, arguments)
+                given = int(arguments[0].size)
+                with self._state:
+                    self._gathering = time.monotonic()
+                count = self._gathered.native.run(*arguments)
+                self._await_turn(number)
             except BaseException as caught:
                 error = caught
-            given_up = self._settle(number, error)
+            given_up = self._settle(number, count, error)
             if error is not None and not isinstance(error, Exception):
                 raise error
             failed = given_up or error is not None
-            self._stage._filled_late(0 if failed else count, failed=failed)
-            return 0 if failed else count
+            if failed:
+                count = given = 0
+            self._stage._filled_late(count, given, failed=failed)
+            return count
 
     def finish(self) -> None:
         """Raises what went wrong since the last call; the next step works.
@@ -287,16 +304,6 @@ class LateStep:
         how = "waits" if self.waits else f"launched after its rows: {self._reason}"
         return f"<engram.LateStep of {self.tokens} tokens, {how}>"
 
-    def _gather(self, slot: Slot, arguments: tuple[Any, Any, Any]) -> int:
-        with self._state:
-            self._gathering = time.monotonic()
-        count = slot.native.run(*arguments)
-        for table in slot.planes:
-            for plane in table:
-                plane[count : self._reach] = 0
-        self._reach = count
-        return count
-
     def _fill_then_launch(self, tokens: Any, starts: Any, context: Any) -> int:
         count = 0
         try:
@@ -316,7 +323,11 @@ class LateStep:
     def _launch_held(self) -> None:
         replay, self._held = self._held, None
         assert replay is not None
-        replay()
+        self.launching = True
+        try:
+            replay()
+        finally:
+            self.launching = False
 
     def _require_host(self, *arguments: Any) -> None:
         for value in arguments:
@@ -329,13 +340,14 @@ class LateStep:
                     )
                 )
 
-    def _await_turn(self) -> None:
-        """Waits until the graph before has fetched its rows."""
+    def _await_turn(self, number: int) -> None:
+        """Waits until the graph before has fetched its rows, or the launch is given up."""
         begun = time.monotonic()
         pause = 0.0
         while True:
             with self._state:
-                if self._free():
+                self._gathering = None
+                if self._is_given_up(number) or self._free():
                     return
             passed = time.monotonic() - begun
             if passed > self.patience:
@@ -359,29 +371,37 @@ class LateStep:
         if not self._debts:
             return True
         self._debts -= 1
-        self._hand_over(zeros=self._gathering is None)
+        self._hand_over(0)
         return False
 
-    def _hand_over(self, *, zeros: bool) -> None:
+    def _is_given_up(self, number: int) -> bool:
+        return self._launched is None or self._number != number
+
+    def _hand_over(self, count: int) -> None:
+        """Lets the graph go on, on the first rows of the last gather and zeros behind them."""
         assert self._word is not None
+        assert self._gathered is not None
         assert self._slot is not None
-        if zeros:
+        before, self._reach = self._reach, max(count, self._reach)
+        try:
+            self._slot.take(self._gathered, count, before)
+            self._reach = count
+        except BaseException:
             self._slot.clear()
-            self._reach = 0
-        self._word.set(READY)
+            raise
+        finally:
+            self._word.set(READY)
 
     def _give_up(self, error: Exception) -> None:
         """Fills the launch with zeros, now or when its turn comes."""
         assert self._word is not None
+        self._stage._lose_late()
         self._launched = None
         self._fail(error)
-        if self._gathering is not None:
-            # Rows of a gather that hangs may still arrive; the step has failed in any case.
-            self._reach = self.tokens
         if self._debts or self._word.get() != TAKEN:
             self._debts += 1
         else:
-            self._hand_over(zeros=self._gathering is None)
+            self._hand_over(0)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -415,15 +435,15 @@ class LateStep:
 
     # And what follows, without.
 
-    def _settle(self, number: int, error: BaseException | None) -> bool:
+    def _settle(self, number: int, count: int, error: BaseException | None) -> bool:
         """Ends the fill of a launch; whether that had been given up meanwhile."""
         with self._state:
             self._gathering = None
-            if self._launched is None or self._number != number:
+            if self._is_given_up(number):
                 return True
             if error is None:
                 self._launched = None
-                self._hand_over(zeros=False)
+                self._hand_over(count)
             elif isinstance(error, Exception):
                 self._give_up(error)
             else:
