@@ -166,16 +166,19 @@ class PinnedStorage(HostedStorage):
         buffer = HostBuffer(self._local_bytes, self._huge_pages)
         node = choose_node(self._numa, self._device)
         place(buffer, [] if node is None else [node])
+        refused = None
         if self._huge_pages:
             if isinstance(views, FileGather):
                 # What the page cache holds of these files is in the way of huge pages, and will
                 # be read once more at most.
                 drop_cache(views.files)
             threads = len(os.sched_getaffinity(0))
-            hugepages.prefault(buffer, threads, stage_progress(progress, "reserving huge pages"))
+            refused = hugepages.prefault(
+                buffer, threads, stage_progress(progress, "reserving huge pages")
+            )
         fill(buffer, views, self.info, self.shard, progress)
         if self._huge_pages:
-            self._huge_share = hugepages.report(buffer, hugepages.collapse(buffer))
+            self._huge_share = hugepages.report(buffer, refused, hugepages.collapse(buffer))
         self._hold(buffer, progress)
 
     @property
