@@ -38,6 +38,9 @@ class Topology:
     enable_elastic_ep: bool = False
     groups: Groups | None = None
     """torch.distributed groups, for look-ups of tables that are sharded over ranks."""
+    read_once_per_node: bool = False
+    """Whether one rank of a machine reads rows of tables in files (`disk_offload`) and hands them to
+    the other tensor-parallel ranks there, `groups.node`; all then call for each look-up."""
     store: Any = None
     """A torch.distributed store that all replicas reach, for sharing memory between them; None
     takes the default process group's, where that spans the replicas."""
@@ -122,6 +125,9 @@ class Topology:
             here = _integer("local_world_size", here)
             found.setdefault("local_tensor_ranks", max(1, min(tensor_size, here)))
         found["enable_elastic_ep"] = bool(found.get("enable_elastic_ep", False))
+        once = found.get("read_once_per_node", False)
+        if not isinstance(once, bool):
+            raise ValueError(f"read_once_per_node must be True or False, got {once!r}")
         return cls(**found)
 
     @classmethod
