@@ -189,7 +189,35 @@ def share(
     return found
 
 
-def exchange(topology, path, tensor, data, config, ids_of_replicas, table=None, pad=None):
+def retry(topology, path, fail_first=False, attempts=3, **arguments):
+    """Opens a table with the other replicas, again until it works.
+
+    Args:
+        fail_first: Fail before anything is agreed on, and come back when the others have given up.
+    """
+    errors = []
+    if fail_first:
+        errors.append("FileNotFoundError")
+        time.sleep(1.5)
+    while True:
+        try:
+            return {**share(topology, path, **arguments), "errors": errors}
+        except TimeoutError as error:
+            errors.append(type(error).__name__)
+            if len(errors) == attempts:
+                raise
+
+
+def share_twice(topology, path):
+    """Opens a table twice with the other replicas, and keeps both."""
+    share(topology, path)
+    globals()["_first"] = globals()["_kept"]
+    return share(topology, path)
+
+
+def exchange(topology, path
+
+, tensor, data, config, ids_of_replicas, table=None, pad=None):
     """Looks rows up with `tensor * data` ranks; every replica has ids of its own.
 
     Args:

@@ -129,12 +129,40 @@ def test_a_replica_that_does_not_come_is_named(tmp_path, checkpoint):
     assert [outcome.error for outcome in outcomes] == ["TimeoutError"] * 3
     for outcome in outcomes[:2]:
         assert re.search(r"waited 1 s for replica (\d, )*2 \(hello\)", outcome.text)
-    assert "waited 1 s for replica 0 (offer)" in outcomes[2].text
+    assert "waited 1 s for replica 0 (hello)" in outcomes[2].text
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_replica_that_failed_once_is_met_at_the_next_attempt(tmp_path, checkpoint, victim):
+    """It fails before it has met anybody, so the others wait in vain once, or twice."""
+    info = checkpoint()
+    outcomes = run(
+        3,
+        tmp_path,
+        "retry",
+        path=info.directory,
+        each_fail_first=[rank == victim for rank in range(3)],
+        topology_too={"timeout": 1.0},
+    )
+    found = values(outcomes)
+    for rank, value in enumerate(found):
+        assert value["placement"] == "shared"
+        assert value["errors"] == ["FileNotFoundError" if rank == victim else "TimeoutError"]
+        check(info, value)
+    assert len({value["segments"][0] for value in found}) == 1
+
+
+def test_the_same_table_is_opened_and_shared_twice(tmp_path, checkpoint):
+    info = checkpoint()
+    for value in values(run(2, tmp_path, "share_twice", path=info.directory)):
+        check(info, value)
+        assert len(value["segments"]) == 2
 
 
 @pytest.mark.case("P02")
 @pytest.mark.parametrize("required", [False, True])
-def test_an_offer_that_leads_elsewhere_is_no_segment(tmp_path, checkpoint, required):
+def test_an_offer_that_leads_elsewhere
+_is_no_segment(tmp_path, checkpoint, required):
     """As where process numbers mean other processes: the token does not match."""
     info = checkpoint()
     config = {"dp_shared_memory": True} if required else {}
