@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from engram._errors import completes, placed
 from engram.collective import Collective, carried
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ShardedLookup(Collective):
         ValueError: `shard` is not the one that belongs at this place of `groups`.
     """
 
+    @completes
     def __init__(
         self,
         shard: Shard,
@@ -96,6 +98,7 @@ class ShardedLookup(Collective):
         self._slot_ids = slot_ids
         self._check = check
 
+    @completes
     def __call__(self, ids: Any) -> Any:
         """Rows of the ids of this rank's tokens.
 
@@ -122,6 +125,7 @@ class ShardedLookup(Collective):
         rows = rows[: mine.numel()].reshape(*ids.shape, self.row_bytes)
         return rows if isinstance(ids, torch.Tensor) else rows.numpy()
 
+    @completes
     def refuse(self, error: Exception, device: Any = "cpu") -> NoReturn:
         """Takes part in a step whose ids were refused before they came here, and raises `error`.
 
@@ -300,6 +304,7 @@ class ReadOncePerNode(Collective):
         timeout: Seconds to wait for the reader or the others; None waits as long as the group.
     """
 
+    @completes
     def __init__(
         self,
         lookup: Callable[[Any], Any],
@@ -313,6 +318,7 @@ class ReadOncePerNode(Collective):
         self._group = groups.node
         self.is_reader = self._group is None or self._group.rank() == 0
 
+    @completes
     def __call__(self, ids: Any) -> Any:
         """Rows of `ids`, which are the same on all ranks of the node.
 
@@ -397,11 +403,11 @@ def _checked_rows(rows: Any, count: int, row_bytes: int) -> Any:
 
 
 def _outside(row: int, position: int, num_rows: int) -> IndexError:
-    error = IndexError(
-        f"row id {row} at position {position} is outside a table of {num_rows} rows "
-        f"(valid ids: 0 to {num_rows - 1}; -1 marks padding)"
+    return placed(
+        IndexError(
+            f"row id {row} at position {position} is outside a table of {num_rows} rows "
+            f"(valid ids: 0 to {num_rows - 1}; -1 marks padding)"
+        ),
+        row=row,
+        position=position,
     )
-    known = {"row": row, "position": position, "path": None, "table": None, "offset": None}
-    for name, value in known.items():
-        setattr(error, name, value)
-    return error

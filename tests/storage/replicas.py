@@ -189,7 +189,7 @@ def share(
     return found
 
 
-def retry(topology, path, fail_first=False, attempts=3, **arguments):
+def retry(topology, path, fail_first=False, attempts=6, **arguments):
     """Opens a table with the other replicas, again until it works.
 
     Args:

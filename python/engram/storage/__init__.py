@@ -21,7 +21,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-from engram._errors import placed
+from engram._errors import complete, completes, placed
 from engram.config import EngramConfig
 from engram.model_config import detect_platform
 from engram.parallel import Shard
@@ -46,6 +46,7 @@ LoadFormat = Literal["auto", "dummy"]
 _logger = logging.getLogger(__name__)
 
 
+@completes
 def open_storage(
     config: EngramConfig | Mapping[str, Any] | str,
     table: Any,
@@ -126,7 +127,11 @@ def open_storage(
             return AbsentStorage(source.info, why)
         if load_format == "dummy":
             return DummyStorage(source.info, placement)
-        storage = _make(settings, source, topology, device, numa, platform)
+        try:
+            storage = _make(settings, source, topology, device, numa, platform)
+        except Exception as error:
+            complete(error, table=source.info.name)
+            raise
         if source.gather is not None:
             with contextlib.ExitStack() as undo:
                 undo.callback(storage.close)

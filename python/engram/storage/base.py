@@ -176,7 +176,11 @@ class Storage(ABC):
                     )
                 )
             size = self.shard.num_local_rows * self.row_bytes
-            self._load(views, bar(size) if progress is None else progress)
+            try:
+                self._load(views, bar(size) if progress is None else progress)
+            except Exception as error:
+                complete(error, table=self.info.name)
+                raise
             self._loaded = True
 
     @abstractmethod

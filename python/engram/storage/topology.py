@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from engram._errors import completes
 from engram.parallel import Groups
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Topology:
     timeout: float = 300.0
     """Seconds to wait for other ranks while a shared table is being set up."""
 
+    @completes
     def __post_init__(self) -> None:
         for kind in ("tensor", "data", "pipeline"):
             size = getattr(self, f"{kind}_parallel_size")
@@ -65,6 +67,7 @@ class Topology:
                 )
 
     @classmethod
+    @completes
     def of(cls, parallel: Any) -> Self:
         """This rank's place in whatever form a server describes it.
 
