@@ -92,6 +92,9 @@ class Recorder(engram.HostBuffer):
     def unpin(self):
         self.note("unregister")
 
+    def device_address(self):
+        return self.address
+
 
 @pytest.fixture
 def recorded(monkeypatch):

@@ -58,6 +58,7 @@ class HostedStorage(Storage):
         self._numa: Numa = numa
         self._buffer: HostBuffer | None = None
         self._table: _engram.Hosted | None = None
+        self._device_address: int | None = None
 
     @property
     def _local_bytes(self) -> int:
@@ -69,6 +70,11 @@ class HostedStorage(Storage):
         rows = self.shard.num_local_rows
         if self._device is not None and self._device.type == "cuda":
             buffer.pin(stage_progress(progress, "registering host memory"))
+            try:
+                self._device_address = _address_on(self._device, buffer)
+            except BaseException:
+                buffer.unpin()
+                raise
         self._table = _engram.Hosted(
             buffer,
             self.info.name,
@@ -111,8 +117,9 @@ class HostedStorage(Storage):
         views = byte_targets(self.planes, rows, shape, ids.device)
         local, _ = local_ids(ids, self.info, self.shard, pad_id)
         held = self.shard.num_local_rows
+        address = buffer.address if self._device_address is None else self._device_address
         for plane, view in zip(self.planes, views, strict=True):
-            copy_rows(buffer.address + plane.offset(held), plane.row_bytes, local, view)
+            copy_rows(address + plane.offset(held), plane.row_bytes, local, view)
         return rows
 
     def _release(self) -> None:
@@ -254,6 +261,17 @@ def fill(
         done += part.size
         if report is not None:
             report(done, rows * info.row_bytes)
+
+
+def _address_on(device: Any, buffer: HostBuffer) -> int:
+    """Where a CUDA device finds pinned memory."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return buffer.device_address()
+    with cuda.device(device):
+        return buffer.device_address()
 
 
 def wait_for(device: Any) -> None:
