@@ -275,7 +275,6 @@ def test_memory_that_cannot_be_prefaulted_is_loaded_all_the_same(checkpoint, mon
 
 
 def bounded(collapse, seconds):
-
     return lambda buffer: collapse(buffer, seconds)
 
 

@@ -352,7 +352,6 @@ def test_names_in_a_loader_may_lack_a_segment(checkpoint):
 
 
 def test_what_a_table_may_be(checkpoint):
-
     info = checkpoint("deepseek-fp8")
     name = info.tables[1].name
     ids = some_ids(info.tables[1].rows, 20)

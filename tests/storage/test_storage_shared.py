@@ -161,8 +161,7 @@ def test_the_same_table_is_opened_and_shared_twice(tmp_path, checkpoint):
 
 @pytest.mark.case("P02")
 @pytest.mark.parametrize("required", [False, True])
-def test_an_offer_that_leads_elsewhere
-_is_no_segment(tmp_path, checkpoint, required):
+def test_an_offer_that_leads_elsewhere_is_no_segment(tmp_path, checkpoint, required):
     """As where process numbers mean other processes: the token does not match."""
     info = checkpoint()
     config = {"dp_shared_memory": True} if required else {}
@@ -325,7 +324,7 @@ def test_memory_is_freed_with_its_last_user(tmp_path, checkpoint):
 
 def test_killing_replicas_at_random_leaves_nothing_behind(tmp_path):
     """In a mount namespace with a /dev/shm of its own where the machine allows, to the byte."""
-    script = [sys.executable, str(Path(__file__).with_name("kill_replicas.py")), "--kills", "20"]
+    script = [sys.executable, str(Path(__file__).with_name("kill_replicas.py")), "--kills", "28"]
     own = subprocess.run(
         ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], capture_output=True
     )
@@ -337,8 +336,13 @@ def test_killing_replicas_at_random_leaves_nothing_behind(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["kills"] == 20
+    assert report["kills"] == 28
+    assert report["killed"] == {
+        "DP3": {"0": 5, "1": 5, "2": 4},
+        "TP2xDP2": {"0": 4, "1": 4, "2": 3, "3": 3},
+    }
     assert report["hangs"] == 0
     assert report["left_behind"] == []
     assert report["killed_while_working"] >= 4, "the kills came too late to mean anything"
-    assert own.returncode != 0 or report["bytes_left"] == 0
+    # Others may let go of what they had in a /dev/shm that is not this test's own.
+    assert report["bytes_left"] == 0 or (own.returncode != 0 and report["bytes_left"] < 0)
