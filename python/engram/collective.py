@@ -166,11 +166,15 @@ def carried(tensor: Any, group: Any) -> Any:
     if tensor.device.type == "cpu":
         if "cpu" in backends or "cuda" not in backends:
             return tensor
-        cuda: Any = torch.cuda
-        return tensor.to(torch.device("cuda", cuda.current_device()))
+        return tensor.to(_current_device())
     if backends.get(tensor.device.type, "gloo") == "gloo" and "cpu" in backends:
         return tensor.cpu()
     return tensor
+
+
+def _current_device() -> Any:
+    cuda: Any = torch.cuda
+    return torch.device("cuda", cuda.current_device())
 
 
 def _backends(group: Any) -> dict[str, str] | None:
