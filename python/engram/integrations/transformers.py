@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from engram._errors import placed
+from engram._errors import completes, placed
 from engram._files import CONFIG_BYTES, parse_json, read_small
 from engram.config import EngramConfig
 from engram.embedding import NgramEmbedding, RowStorage
@@ -45,6 +45,7 @@ _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@completes
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -92,6 +93,7 @@ def from_pretrained(
     return cast("Any", loaded)
 
 
+@completes
 def attach(
     model: Any,
     path: str | os.PathLike[str],
