@@ -21,6 +21,7 @@ BENCHES ?= warm cold mixed hash storage step
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+KILL_ARGS ?=
 FIGURES_ARGS ?=
 MANYLINUX ?= manylinux2014
 FUZZ_TARGETS ?= header index plan ids
@@ -57,6 +58,10 @@ test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every te
 .PHONY: soak
 soak: $(PLAIN) $(DEV) ## Ten minutes of crowds and faults at random; SOAK_ARGS="--seconds 60 --seed 7".
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+.PHONY: kill-replicas
+kill-replicas: $(PLAIN) $(DEV) ## Kill ranks that share a table, 200 times; KILL_ARGS="--kills 50 --seed 7".
+	$(BIN)/python tests/storage/kill_replicas.py $(KILL_ARGS)
 
 # RUSTC_BOOTSTRAP lets the stable toolchain take the flags that sanitizers need.
 .PHONY: fuzz

@@ -40,6 +40,7 @@ BINDING_ORDER = [
 
 PYTHON_ORDER = [
     "_engram", "_errors", "_files", "_locks", "_notices", "_dtypes", "_arguments", "_sizes",
+    "_topology",
     "pagecache",
     "table", "_arrays", "rows", "pinning", "buffer", "_targets", "_views", "verification", "ticket",
     "gather", "table_set", "views", "metrics",

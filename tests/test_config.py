@@ -148,10 +148,22 @@ def test_unknown_keys_are_refused_with_valid_keys_and_replacement(key, hint, bui
 
 @pytest.mark.case("C06")
 @pytest.mark.parametrize("name", DEFAULTS)
-@pytest.mark.parametrize("value", ["abc", 2, -1, 0.5, [], {}])
+@pytest.mark.parametrize(
+    "value", ["abc", "yes", "true", "False", "1", 1, 0, 2, -1, 0.5, 1.0, [], {}]
+)
 def test_values_that_are_no_booleans_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        EngramConfig(**{name: value})
+    for build in (
+        lambda given: EngramConfig(**given),
+        EngramConfig.from_dict,
+        lambda given: EngramConfig.of(json.dumps(given)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is .*, which is no boolean"):
+            build({name: value})
+
+
+def test_the_first_name_takes_booleans_alone_too():
+    with pytest.raises(ValueError, match="disk_offload is 1, which is no boolean"):
+        EngramConfig(host_file_gather=1)
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if name != "dp_shared_memory"])
@@ -294,9 +306,10 @@ def test_sharing_is_resolved_in_place(given):
         else:
             assert config.dp_shared_memory is given["dp_shared_memory"]
             assert config.dp_shared_memory_required is given["dp_shared_memory"]
-        resolved = config.to_dict()
+        assert config.to_dict() == given, "handed over as it was written"
+        resolved = config.dp_shared_memory
         config.resolve_dp_shared_memory(parallel(data=1))
-        assert config.to_dict() == resolved
+        assert config.dp_shared_memory is resolved
 
 
 def test_what_the_user_wrote_is_outside_fields_and_hash_but_survives_copies():
@@ -305,11 +318,59 @@ def test_what_the_user_wrote_is_outside_fields_and_hash_but_survives_copies():
         config.resolve_dp_shared_memory(parallel(data=2))
     assert default == explicit
     assert repr(default) == repr(explicit)
-    assert default.to_dict() == explicit.to_dict() == dataclasses.asdict(explicit)
+    assert dataclasses.asdict(default) == dataclasses.asdict(explicit) == explicit.to_dict()
+    assert default.to_dict() == DEFAULTS
     assert default.compute_hash() == explicit.compute_hash()
-    for duplicate in (copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))):
+    for duplicate in (
+        copy.copy,
+        copy.deepcopy,
+        lambda config: pickle.loads(pickle.dumps(config)),
+        dataclasses.replace,
+        lambda config: dataclasses.replace(config, use_thp=False),
+        lambda config: EngramConfig.from_dict(config.to_dict()),
+        lambda config: EngramConfig.from_json(config.to_json()),
+        lambda config: EngramConfig(**json.loads(config.to_json())),
+    ):
+        for config in (duplicate(default), duplicate(explicit)):
+            config.resolve_dp_shared_memory(parallel(data=2))
+            assert config == explicit
         assert duplicate(default).dp_shared_memory_required is False
         assert duplicate(explicit).dp_shared_memory_required is True
+
+
+def test_a_default_that_was_resolved_becomes_a_demand_only_when_written():
+    config = EngramConfig()
+    config.resolve_dp_shared_memory(parallel(data=2))
+    assert config.dp_shared_memory is True
+    assert dataclasses.replace(config, dp_shared_memory=True).dp_shared_memory_required is True
+    # What suited one topology is resolved anew for another.
+    other = dataclasses.replace(config)
+    other.resolve_dp_shared_memory(parallel(data=1))
+    assert other.dp_shared_memory is False
+    assert dataclasses.replace(config, use_thp=True).use_thp is True
+    config.dp_shared_memory = True
+    assert config.dp_shared_memory_required is True
+    config.dp_shared_memory = None
+    assert config.dp_shared_memory is None
+
+
+def test_errors_carry_the_attributes_of_all_others():
+    config = EngramConfig()
+    for call in (
+        lambda: EngramConfig(use_thp=1),
+        lambda: EngramConfig(nonsense=True),
+        lambda: EngramConfig.of("{"),
+        lambda: EngramConfig.of(3),
+        lambda: EngramConfig.from_dict([]),
+        lambda: config.verify_model_config(None),
+        lambda: config.resolve_dp_shared_memory(object()),
+        lambda: config.verify_parallel_config({"data_parallel_size": 0}),
+        lambda: config.get_parallel_size(object()),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        for name in ("path", "table", "row", "position", "offset"):
+            assert getattr(error.value, name) is None
 
 
 @pytest.mark.case("C01")
@@ -320,7 +381,7 @@ def test_the_resolved_configuration_is_logged_once(caplog):
         config.resolve_dp_shared_memory(parallel(data=2))
     assert len(caplog.records) == 1
     logged = json.loads(caplog.messages[0].removeprefix("engram configuration: "))
-    assert logged == config.to_dict() == DEFAULTS | {"use_thp": True, "dp_shared_memory": False}
+    assert logged == DEFAULTS | {"use_thp": True, "dp_shared_memory": False}
 
 
 @pytest.mark.case("C02")

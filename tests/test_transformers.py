@@ -302,3 +302,36 @@ def test_the_process_never_holds_the_table(tmp_path, directories):
     saved = found["plain"]["peak"] - found["served"]["peak"]
     assert saved > table * 0.8, (found["plain"]["peak"], found["served"]["peak"], table)
     assert Path(path / "config.json").exists()
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "attach"])
+def test_the_model_is_verified_then_the_topology(directories, monkeypatch, way):
+    path, _ = directories["bf16"]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path)
+    calls = []
+    names = ("verify_model_config", "resolve_dp_shared_memory", "verify_parallel_config")
+    for name in names:
+        original = getattr(engram.EngramConfig, name)
+
+        def recorded(self, *arguments, _name=name, _original=original):
+            calls.append(_name)
+            return _original(self, *arguments)
+
+        monkeypatch.setattr(engram.EngramConfig, name, recorded)
+    if way == "attach":
+        attach(model, path)
+    else:
+        from_pretrained(path)
+    assert tuple(calls[:3]) == names
+
+
+def test_models_and_platforms_that_cannot_be_served_are_not_attached_to(directories, monkeypatch):
+    path, _ = directories["bf16"]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path)
+    monkeypatch.setattr("engram.config.detect_platform", lambda: "rocm")
+    with pytest.raises(ValueError, match="not supported on platform 'rocm'"):
+        attach(model, path, engram_config={"disk_offload": True})
+    monkeypatch.undo()
+    model.config = {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ValueError, match="got 'LlamaForCausalLM'"):
+        attach(model, path)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import functools
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _Error = TypeVar("_Error", bound=BaseException)
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 _PLACE = ("path", "table", "row", "position", "offset")
 
@@ -31,3 +37,17 @@ def complete(error: _Error, *, path: str | None = None, table: str | None = None
         if getattr(error, name, None) is None:
             setattr(error, name, known.get(name))
     return error
+
+
+def completes(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorates what users call: each exception that leaves it carries the five attributes."""
+
+    @functools.wraps(function)
+    def completed(*args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
+        try:
+            return function(*args, **keywords)
+        except Exception as error:
+            complete(error)
+            raise
+
+    return completed

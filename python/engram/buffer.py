@@ -77,6 +77,16 @@ class HostBuffer(_engram.HostBuffer):
             self._pinning.close()
             self._pinning = None
 
+    def device_address(self) -> int:
+        """Where the current device finds the first byte of pinned memory.
+
+        Raises:
+            RuntimeError: The memory is not pinned, or CUDA does not know it.
+        """
+        if self._pinning is None:
+            raise placed(RuntimeError("only pinned memory has an address on the device"))
+        return self._pinning.device_address()
+
     @property
     def is_pinned(self) -> bool:
         """Whether the memory is registered with CUDA."""

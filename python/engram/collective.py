@@ -14,12 +14,13 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "carried"]
 
 distributed: Any = dist
 
@@ -151,6 +152,41 @@ class Collective:
             time.sleep(_PATIENCE / 50)
             absent = [rank for rank in absent if not _peek(f"{step}/{rank}")]
         return f" (ranks that did not come: {', '.join(map(str, absent))})" if absent else ""
+
+
+def carried(tensor: Any, group: Any) -> Any:
+    """A tensor where a group's backend takes it: itself, or a copy on the other side.
+
+    NCCL takes tensors on devices alone, and what gloo does with those differs by collective; ids may
+    be on either side all the same.
+    """
+    backends = _backends(group)
+    if backends is None:
+        return tensor
+    if tensor.device.type == "cpu":
+        if "cpu" in backends or "cuda" not in backends:
+            return tensor
+        return tensor.to(_current_device())
+    if backends.get(tensor.device.type, "gloo") == "gloo" and "cpu" in backends:
+        return tensor.cpu()
+    return tensor
+
+
+def _current_device() -> Any:
+    cuda: Any = torch.cuda
+    return torch.device("cuda", cuda.current_device())
+
+
+def _backends(group: Any) -> dict[str, str] | None:
+    """The backend of a group by device type; None where torch does not say."""
+    try:
+        described = str(distributed.get_backend_config(group))
+    except (AssertionError, RuntimeError, TypeError, ValueError):
+        return None
+    if described == "nccl":
+        return {"cuda": "nccl"}
+    pairs = [part.partition(":") for part in described.split(",") if ":" in part]
+    return {kind: backend for kind, _, backend in pairs} or None
 
 
 def _name(group: Any) -> str:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import logging
-import operator
 import sys
 import warnings
 from collections.abc import Mapping
@@ -32,6 +32,8 @@ from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import ArgsKwargs
 
+from engram._errors import complete, completes
+from engram._topology import ParallelSizes
 from engram.model_config import Platform, detect_platform, ngram_layers, require_ngram_layers
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ class EngramConfig:
         return self
 
     @classmethod
+    @completes
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """Builds a configuration from a mapping of setting names to booleans.
 
@@ -143,6 +146,7 @@ class EngramConfig:
         return cls(**settings)
 
     @classmethod
+    @completes
     def from_json(cls, text: str | bytes) -> Self:
         """Builds a configuration from a JSON object, e.g. `'{"disk_offload": true}'`.
 
@@ -164,6 +168,7 @@ class EngramConfig:
         return cls.from_dict(cast("dict[str, Any]", settings))
 
     @classmethod
+    @completes
     def of(cls, config: EngramConfig | Mapping[str, Any] | str) -> EngramConfig:
         """The configuration in any form that engram's functions accept.
 
@@ -209,10 +214,12 @@ class EngramConfig:
 
         Sharing that cannot be met is then an error; where `resolve_dp_shared_memory` chose it, the
         storage falls back to per-rank tables with a warning. No part of the fields or the hash;
-        survives pickling and copying, but not a round trip through `to_dict`.
+        survives pickling, copying, `dataclasses.replace` and a round trip through `to_dict` or
+        `to_json`.
         """
-        return self.dp_shared_memory is True and not self.__dict__.get("_sharing_by_default", False)
+        return self.__dict__.get(_Sharing.NAME) is True
 
+    @completes
     def verify_model_config(self, model_config: object, platform: Platform | None = None) -> None:
         """Refuses models without n-gram embedding tables and platforms without a backend.
 
@@ -240,6 +247,7 @@ class EngramConfig:
                 "disk_offload=False"
             )
 
+    @completes
     def resolve_dp_shared_memory(self, parallel_config: object = None) -> None:
         """Replaces `dp_shared_memory=None`, in place, by what the other settings allow.
 
@@ -256,19 +264,19 @@ class EngramConfig:
             TypeError: `parallel_config` has none of these attributes.
             ValueError: A size is not a positive integer.
         """
-        parallel = _Parallel.of(parallel_config)
+        parallel = ParallelSizes.of(parallel_config)
         if self.dp_shared_memory is None:
-            self.dp_shared_memory = (
+            self.__dict__[_Sharing.RESOLVED] = (
                 self.cpu_offload
                 and not self.use_thp
                 and parallel.data_parallel_size > 1
                 and not parallel.enable_elastic_ep
             )
-            self.__dict__["_sharing_by_default"] = True
         if not self.__dict__.get("_logged", False):
             self.__dict__["_logged"] = True
-            _logger.info("engram configuration: %s", json.dumps(self.to_dict()))
+            _logger.info("engram configuration: %s", json.dumps(self._values()))
 
+    @completes
     def verify_parallel_config(self, parallel_config: object = None) -> None:
         """Refuses topologies in which the settings cannot work.
 
@@ -284,7 +292,7 @@ class EngramConfig:
                 expert parallelism is elastic. The message names both settings.
         """
         self._refuse_contradictions()
-        parallel = _Parallel.of(parallel_config)
+        parallel = ParallelSizes.of(parallel_config)
         elastic = "enable_elastic_ep=True: ranks come and go, which {} cannot follow"
         if self.disk_offload and parallel.enable_elastic_ep:
             raise ValueError(f"disk_offload=True contradicts {elastic.format('a bound file')}")
@@ -308,6 +316,7 @@ class EngramConfig:
                 f"embedding_across_dp=True contradicts {elastic.format('a sharded table')}"
             )
 
+    @completes
     def get_parallel_size(self, parallel_config: object = None) -> int:
         """Ranks that share one table: TP, times DP where `embedding_across_dp` spans it.
 
@@ -318,12 +327,24 @@ class EngramConfig:
             TypeError: As `resolve_dp_shared_memory`.
             ValueError: As `resolve_dp_shared_memory`.
         """
-        parallel = _Parallel.of(parallel_config)
+        parallel = ParallelSizes.of(parallel_config)
         if self.embedding_across_dp and parallel.data_parallel_size > 1:
             return parallel.tensor_parallel_size * parallel.data_parallel_size
         return parallel.tensor_parallel_size
 
     def to_dict(self) -> dict[str, bool | None]:
+        """Every setting by name, as it may be handed to another process.
+
+        `dp_shared_memory` is None as long as nobody wrote it, also once it is resolved: whoever
+        reads True takes it for a demand.
+        """
+        return {**self._values(), _Sharing.NAME: self.__dict__.get(_Sharing.NAME)}
+
+    def to_json(self) -> str:
+        """`to_dict` as a JSON object, which `from_json` and vLLM's `--engram-config` read."""
+        return json.dumps(self.to_dict())
+
+    def _values(self) -> dict[str, bool | None]:
         """Every setting's current value by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
@@ -332,7 +353,7 @@ class EngramConfig:
 
         The same in every process and on every machine; any change of a setting changes it.
         """
-        canonical = json.dumps({"EngramConfig": self.to_dict()}, sort_keys=True)
+        canonical = json.dumps({"EngramConfig": self._values()}, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _refuse_contradictions(self) -> None:
@@ -359,6 +380,52 @@ class EngramConfig:
             )
 
 
+class _Sharing:
+    """`dp_shared_memory` as an attribute: what was written or, for None, what it was resolved to.
+
+    `dataclasses.replace` reads attributes and hands them to a new configuration, which would take
+    what was resolved for what was written; so it is given the latter.
+    """
+
+    NAME = "dp_shared_memory"
+    RESOLVED = "_resolved_dp_shared_memory"
+
+    _COPIERS = frozenset(
+        copier.__code__
+        for copier in (getattr(dataclasses, name, None) for name in ("replace", "_replace"))
+        if copier is not None
+    )
+
+    def __get__(self, config: EngramConfig | None, owner: type | None = None) -> bool | None:
+        if config is None:
+            return None
+        written = config.__dict__.get(self.NAME)
+        if written is not None or sys._getframe(1).f_code in self._COPIERS:
+            return written
+        return config.__dict__.get(self.RESOLVED)
+
+    def __set__(self, config: EngramConfig, value: bool | None) -> None:
+        config.__dict__[self.NAME] = value
+        config.__dict__.pop(self.RESOLVED, None)
+
+
+type.__setattr__(EngramConfig, _Sharing.NAME, _Sharing())
+_construct: Any = EngramConfig.__init__
+
+
+@functools.wraps(_construct)
+def _constructed(self: EngramConfig, *args: Any, **settings: Any) -> None:
+    try:
+        _construct(self, *args, **settings)
+    except Exception as error:
+        complete(error)
+        raise
+
+
+# What pydantic raises is an exception of engram's like any other.
+type.__setattr__(EngramConfig, "__init__", _constructed)
+
+
 def model_has_engram_layers(model_config: object) -> bool:
     """Whether a model has n-gram embedding tables that engram serves.
 
@@ -366,47 +433,6 @@ def model_has_engram_layers(model_config: object) -> bool:
         model_config: As for `EngramConfig.verify_model_config`; None is no model.
     """
     return ngram_layers(model_config) is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parallel:
-    """The three numbers that matter here of anything that describes a topology."""
-
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    enable_elastic_ep: bool = False
-
-    @classmethod
-    def of(cls, parallel_config: object) -> _Parallel:
-        if parallel_config is None:
-            return cls()
-        names = [field.name for field in dataclasses.fields(cls)]
-        if isinstance(parallel_config, Mapping):
-            given = cast("Mapping[str, Any]", parallel_config)
-            found = {name: given[name] for name in names if name in given}
-        else:
-            config = cast("Any", parallel_config)
-            found = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        if not found:
-            raise TypeError(
-                f"a parallel configuration has {', '.join(names)}; "
-                f"{type(cast('Any', parallel_config)).__name__} has none of them"
-            )
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if name in found:
-                found[name] = _positive(name, found[name])
-        found["enable_elastic_ep"] = bool(found.get("enable_elastic_ep", False))
-        return cls(**found)
-
-
-def _positive(name: str, value: object) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(cast("Any", value))
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return number
 
 
 def _settled(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -427,6 +453,9 @@ def _settled(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"valid settings are {', '.join(valid)} and {_DISK_OFFLOAD_ALIAS} "
             "(another name of disk_offload)"
         )
+    for name, value in settled.items():
+        if not isinstance(value, bool) and (value is not None or name != _Sharing.NAME):
+            raise ValueError(f"{name} is {value!r}, which is no boolean: give True or False")
     return settled
 
 

@@ -20,13 +20,14 @@ ranks raise together, in step, ready for the next one.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from engram.collective import Collective
+from engram._errors import completes, placed
+from engram.collective import Collective, carried
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,7 @@ class ShardedLookup(Collective):
         ValueError: `shard` is not the one that belongs at this place of `groups`.
     """
 
+    @completes
     def __init__(
         self,
         shard: Shard,
@@ -96,6 +98,7 @@ class ShardedLookup(Collective):
         self._slot_ids = slot_ids
         self._check = check
 
+    @completes
     def __call__(self, ids: Any) -> Any:
         """Rows of the ids of this rank's tokens.
 
@@ -113,21 +116,38 @@ class ShardedLookup(Collective):
             RuntimeError: A rank died or failed to read its rows (it raises that failure itself).
         """
         self.begin_step()
-        refusal: Exception | None = None
         try:
             mine = self._accepted(ids)
-        except (IndexError, TypeError, ValueError) as error:
-            if self._groups.data is None:
-                # All ranks of the replica were given the same ids, so all refuse them.
-                raise
-            # The other replicas are on their way into the exchange: take part, with no ids.
-            refusal, mine = error, torch.empty(0, dtype=torch.int64, device=_device(ids))
-        slots = self._gather_ids(mine, refusal)
-        rows = self._exchange_rows(slots)
-        if refusal is not None:
-            raise refusal
+        except Exception as error:
+            self._refuse(error, ids.device if isinstance(ids, torch.Tensor) else "cpu")
+            raise
+        rows = self._exchange_rows(self._gather_ids(mine, None))
         rows = rows[: mine.numel()].reshape(*ids.shape, self.row_bytes)
         return rows if isinstance(ids, torch.Tensor) else rows.numpy()
+
+    @completes
+    def refuse(self, error: Exception, device: Any = "cpu") -> NoReturn:
+        """Takes part in a step whose ids were refused before they came here, and raises `error`.
+
+        Args:
+            error: What is wrong with this rank's ids.
+            device: Where other ranks have theirs.
+
+        Raises:
+            Exception: `error`, once the other replicas have heard of it; or as a call does.
+        """
+        self.begin_step()
+        self._refuse(error, device)
+        raise error
+
+    def _refuse(self, error: Exception, device: Any) -> None:
+        """Tells the other replicas, which are on their way into the exchange, that there are none.
+
+        Ranks of this replica were given the same ids, so all refuse them.
+        """
+        if self._groups.data is not None:
+            none = torch.empty(0, dtype=torch.int64, device=device)
+            self._exchange_rows(self._gather_ids(none, error))
 
     def _accepted(self, ids: Any) -> Any:
         """`ids` as a flat int64 tensor, refused if any cannot be looked up."""
@@ -190,28 +210,31 @@ class ShardedLookup(Collective):
             failure = error
             buffer.zero_()
             buffer[:, width + self.shard.rank] = 1
-        on_host = buffer.device.type == "cpu"
         group = self._groups.data
         if group is not None:
-            received = torch.empty_like(buffer)
+            sent = carried(buffer, group)
+            received = torch.empty_like(sent)
 
             def exchange() -> Any:
-                return distributed.all_to_all_single(received, buffer, group=group, async_op=True)
+                return distributed.all_to_all_single(received, sent, group=group, async_op=True)
 
-            self.run("exchanging rows", group, exchange, on_host=on_host)
+            self.run("exchanging rows", group, exchange, on_host=sent.device.type == "cpu")
             buffer = received.sum(0, dtype=torch.uint8)
         else:
             buffer = buffer.reshape(-1)
         if self._groups.tensor is not None:
             group = self._groups.tensor
+            summed = carried(buffer, group)
 
             def reduce() -> Any:
-                return distributed.all_reduce(buffer, group=group, async_op=True)
+                return distributed.all_reduce(summed, group=group, async_op=True)
 
-            self.run("summing rows", group, reduce, on_host=on_host)
+            self.run("summing rows", group, reduce, on_host=summed.device.type == "cpu")
+            buffer = summed
+        buffer = buffer.to(slots.device)
         if failure is not None:
             raise failure
-        if on_host or self._check:
+        if buffer.device.type == "cpu" or self._check:
             reports: list[int] = cast("Any", buffer[width:]).tolist()
             failed = [str(rank) for rank, report in enumerate(reports) if report]
             if failed:
@@ -255,15 +278,16 @@ class ShardedLookup(Collective):
 
     def _gather(self, mine: Any, doing: str) -> Any:
         group = self._groups.data
-        gathered = torch.empty((group.size(), *mine.shape), dtype=mine.dtype, device=mine.device)
+        sent = carried(mine, group)
+        gathered = torch.empty((group.size(), *sent.shape), dtype=sent.dtype, device=sent.device)
 
         def gather() -> Any:
             return distributed.all_gather(
-                list(gathered.unbind(0)), mine, group=group, async_op=True
+                list(gathered.unbind(0)), sent, group=group, async_op=True
             )
 
-        self.run(doing, group, gather, on_host=mine.device.type == "cpu")
-        return gathered
+        self.run(doing, group, gather, on_host=sent.device.type == "cpu")
+        return gathered.to(mine.device)
 
 
 class ReadOncePerNode(Collective):
@@ -280,6 +304,7 @@ class ReadOncePerNode(Collective):
         timeout: Seconds to wait for the reader or the others; None waits as long as the group.
     """
 
+    @completes
     def __init__(
         self,
         lookup: Callable[[Any], Any],
@@ -293,6 +318,7 @@ class ReadOncePerNode(Collective):
         self._group = groups.node
         self.is_reader = self._group is None or self._group.rank() == 0
 
+    @completes
     def __call__(self, ids: Any) -> Any:
         """Rows of `ids`, which are the same on all ranks of the node.
 
@@ -326,12 +352,14 @@ class ReadOncePerNode(Collective):
                 buffer[width] = 2
         if self._group is not None:
             source = distributed.get_global_rank(self._group, 0)
+            handed = carried(buffer, self._group)
 
             def broadcast() -> Any:
-                return distributed.broadcast(buffer, source, group=self._group, async_op=True)
+                return distributed.broadcast(handed, source, group=self._group, async_op=True)
 
-            on_host = buffer.device.type == "cpu"
+            on_host = handed.device.type == "cpu"
             self.run("handing over rows", self._group, broadcast, on_host=on_host)
+            buffer = handed.to(flat.device)
         if failure is not None:
             raise failure
         if int(buffer[width]) != 1:
@@ -362,10 +390,6 @@ def _flat_ids(ids: Any) -> Any:
     return tensor.reshape(-1).to(torch.int64)
 
 
-def _device(ids: Any) -> Any:
-    return ids.device if isinstance(ids, torch.Tensor) else "cpu"
-
-
 def _checked_rows(rows: Any, count: int, row_bytes: int) -> Any:
     if not isinstance(rows, torch.Tensor):
         rows = torch.as_tensor(np.array(rows, order="C"))
@@ -379,11 +403,11 @@ def _checked_rows(rows: Any, count: int, row_bytes: int) -> Any:
 
 
 def _outside(row: int, position: int, num_rows: int) -> IndexError:
-    error = IndexError(
-        f"row id {row} at position {position} is outside a table of {num_rows} rows "
-        f"(valid ids: 0 to {num_rows - 1}; -1 marks padding)"
+    return placed(
+        IndexError(
+            f"row id {row} at position {position} is outside a table of {num_rows} rows "
+            f"(valid ids: 0 to {num_rows - 1}; -1 marks padding)"
+        ),
+        row=row,
+        position=position,
     )
-    known = {"row": row, "position": position, "path": None, "table": None, "offset": None}
-    for name, value in known.items():
-        setattr(error, name, value)
-    return error

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from engram._errors import completes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -46,6 +48,7 @@ class Shard:
     starts: tuple[int, ...]
 
     @classmethod
+    @completes
     def of(
         cls,
         table: Any,
@@ -183,6 +186,7 @@ class Groups(NamedTuple):
         return _group_rank(self.data) * _group_size(self.tensor) + _group_rank(self.tensor)
 
 
+@completes
 def new_groups(
     tensor_parallel_size: int,
     data_parallel_size: int = 1,

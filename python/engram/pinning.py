@@ -52,6 +52,7 @@ class Pinning:
         progress: Callable[[int, int], Any] | None = None,
     ) -> None:
         self._runtime = _runtime() if runtime is None else runtime
+        self._address = address
         self._segments: list[int] = []
         begun = time.monotonic()
         done = 0
@@ -86,9 +87,40 @@ class Pinning:
         raise placed(
             RuntimeError(
                 f"CUDA refused to register {length} bytes of host memory ({nbytes} in all): "
-                f"{reason}"
+                f"{reason}. Some drivers count it to the limit of locked memory (`ulimit -l`)"
             )
         )
+
+    def device_address(self) -> int:
+        """Where the current device finds the first byte.
+
+        With one address space for host and devices that is the host's own address; CUDA is asked all
+        the same, where anything here can ask it.
+
+        Raises:
+            RuntimeError: CUDA does not know the memory, or scatters its segments.
+        """
+        ask = getattr(self._runtime, "cudaHostGetDevicePointer", None) or _native_device_pointer()
+        if ask is None:
+            return self._address
+        found: list[int] = []
+        for segment in self._segments:
+            status, there = ask(segment, 0)
+            if int(status) != 0:
+                reason = _reason(self._runtime, int(status))
+                clear_last_error(self._runtime)
+                raise placed(
+                    RuntimeError(f"CUDA gives no device pointer to registered host memory: {reason}")
+                )
+            found.append(int(there) - segment)
+        if len(set(found)) > 1:
+            raise placed(
+                RuntimeError(
+                    "CUDA maps the segments of registered host memory apart from one another; use "
+                    "disk_offload=True, or cpu_offload=False to keep the table on the device"
+                )
+            )
+        return self._address + (found[0] if found else 0)
 
     def close(self) -> None:
         """Takes every registration back; does nothing the second time."""
@@ -123,7 +155,24 @@ def _reason(runtime: Any, status: int) -> str:
 
 
 def _native_last_error() -> Any:
-    """The function of the runtime library that torch has loaded; torch itself does not offer it."""
+    return _native("cudaGetLastError", "hipGetLastError")
+
+
+def _native_device_pointer() -> Callable[[int, int], tuple[int, int]] | None:
+    function = _native("cudaHostGetDevicePointer", "hipHostGetDevicePointer")
+    if function is None:
+        return None
+
+    def ask(address: int, flags: int) -> tuple[int, int]:
+        there = ctypes.c_void_p()
+        status = function(ctypes.byref(there), ctypes.c_void_p(address), ctypes.c_uint(flags))
+        return status, there.value or 0
+
+    return ask
+
+
+def _native(cuda: str, hip: str) -> Any:
+    """A function of the runtime library that torch has loaded; torch itself does not offer it."""
     try:
         with open("/proc/self/maps") as maps:  # noqa: PTH123 - pathlib costs an import
             mapped = maps.read().splitlines()
@@ -132,10 +181,8 @@ def _native_last_error() -> Any:
     for line in mapped:
         path = line.split(maxsplit=5)[-1]
         name = path.rpartition("/")[2]
-        for library, function in (
-            ("libcudart.so", "cudaGetLastError"),
-            ("libamdhip64.so", "hipGetLastError"),
-        ):
+        for library, function in (("libcudart.so", cuda), ("libamdhip64.so", hip)):
             if name.startswith(library):
                 return getattr(ctypes.CDLL(path), function, None)
     return None
+

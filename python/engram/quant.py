@@ -37,6 +37,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 import ml_dtypes
 import numpy as np
 
+from engram._errors import completes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -97,6 +99,7 @@ _LAYOUTS = {
 _MLX = re.compile(r"mlx_affine4_([1-9][0-9]*)")
 
 
+@completes
 def dequantize(rows: Any, table: EncodedTable, dtype: Any = None, *, like: Like = "sglang") -> Any:
     """Values of stored rows, equal to the bit on every device.
 
@@ -156,6 +159,7 @@ class Dequantizer:
         TypeError: As `dequantize`.
     """
 
+    @completes
     def __init__(self, table: EncodedTable, dtype: Any = None, *, like: Like = "sglang") -> None:
         if like not in ("sglang", "vllm"):
             raise ValueError(f"like must be 'sglang' or 'vllm', got {like!r}")
@@ -190,6 +194,7 @@ class Dequantizer:
                 self.encoding, _constant(table), self._dtype or "bfloat16", like
             )
 
+    @completes
     def __call__(self, rows: Any) -> Any:
         """Values of `rows`; see `dequantize`."""
         if self.encoding in _PLAIN:

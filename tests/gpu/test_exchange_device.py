@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engram.exchange import ShardedLookup
+from engram.exchange import ReadOncePerNode, ShardedLookup
 from engram.parallel import Groups, Shard, new_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA does not answer")
@@ -83,3 +83,32 @@ def test_nccl_gives_the_unsharded_rows(tmp_path, by):
     if devices < size:
         pytest.skip(f"needs {size} GPUs, found {devices}")
     run(tmp_path, size, {"data": 1, "tensor": 2, "both": 2}[by], "nccl", "cuda")
+
+
+def host_ids(rendezvous, failures):
+    """One rank with NCCL groups of its own, which take no tensors on the host."""
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    group = dist.new_group([0], backend="nccl")
+    stored = torch.from_numpy(table())
+    ids = ids_of(1, 7)
+    for groups in (Groups(data=group), Groups(tensor=group), Groups(group, group)):
+        for device in ("cpu", "cuda"):
+            there = stored.to(device)
+            lookup = ShardedLookup(Shard.of(ROWS, 0, 1), there.__getitem__, ROW_BYTES, groups)
+            rows = lookup(torch.from_numpy(ids).to(device))
+            if rows.device.type != device or not np.array_equal(rows.cpu(), reference(ids)):
+                failures.put((groups, device))
+    once = ReadOncePerNode(lambda wanted: stored[wanted], ROW_BYTES, Groups(node=group))
+    if not np.array_equal(once(np.maximum(ids, 0)), reference(np.maximum(ids, 0))):
+        failures.put("read once")
+    dist.destroy_process_group()
+
+
+def test_nccl_groups_take_ids_on_the_host(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    failures = context.Queue()
+    process = context.Process(target=host_ids, args=(str(tmp_path / "one"), failures))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert failures.empty()

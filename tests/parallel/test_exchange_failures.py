@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from process_group import Processes, check, ids_for, per_rank, reference, values
 
 BAD_IDS = [
@@ -167,3 +168,35 @@ def test_a_rank_that_stays_away_is_named_in_groups_without_it(processes):
     for outcome in (rank_0, rank_1):
         assert "(ranks that did not come: 3)" in outcome.text
     assert "a peer gave up: rank 1" in rank_0.text
+
+
+BACKENDS = {
+    "nccl": {"cuda": "nccl"},
+    "cuda:nccl": {"cuda": "nccl"},
+    "cpu:gloo,cuda:nccl": {"cpu": "gloo", "cuda": "nccl"},
+    "cpu:gloo,cuda:gloo": {"cpu": "gloo", "cuda": "gloo"},
+    "": None,
+}
+
+
+@pytest.mark.parametrize("described", BACKENDS)
+def test_tensors_are_carried_to_where_a_backend_takes_them(described, monkeypatch):
+    """With `meta` in the place of a device."""
+    from engram import collective
+
+    monkeypatch.setattr(collective.distributed, "get_backend_config", lambda group: described)
+    monkeypatch.setattr(collective, "_current_device", lambda: torch.device("meta"))
+    assert collective._backends(object()) == BACKENDS[described]
+    ids = torch.arange(3)
+    there = collective.carried(ids, object())
+    if BACKENDS[described] == {"cuda": "nccl"}:
+        assert there.device.type == "meta"
+    else:
+        assert there is ids
+
+
+def test_groups_that_torch_does_not_know_are_taken_as_they_are():
+    from engram import collective
+
+    ids = torch.arange(3)
+    assert collective.carried(ids, object()) is ids

@@ -189,6 +189,84 @@ def share(
     return found
 
 
+def retry(topology, path, fail_first=False, attempts=6, **arguments):
+    """Opens a table with the other replicas, again until it works.
+
+    Args:
+        fail_first: Fail before anything is agreed on, and come back when the others have given up.
+    """
+    errors = []
+    if fail_first:
+        errors.append("FileNotFoundError")
+        time.sleep(1.5)
+    while True:
+        try:
+            return {**share(topology, path, **arguments), "errors": errors}
+        except TimeoutError as error:
+            errors.append(type(error).__name__)
+            if len(errors) == attempts:
+                raise
+
+
+def share_twice(topology, path):
+    """Opens a table twice with the other replicas, and keeps both."""
+    share(topology, path)
+    globals()["_first"] = globals()["_kept"]
+    return share(topology, path)
+
+
+def _open_in_groups(topology, table, tensor, data, config, **topology_too):
+    """Opens a table as one of `tensor * data` ranks of a group."""
+    import torch.distributed as dist
+
+    import engram
+
+    rank = topology["data_parallel_rank"]
+    dist.init_process_group(
+        "gloo", store=topology["store"], rank=rank, world_size=tensor * data
+    )
+    parallel = {
+        "tensor_parallel_size": tensor,
+        "tensor_parallel_rank": rank % tensor,
+        "data_parallel_size": data,
+        "data_parallel_rank": rank // tensor,
+        "groups": engram.new_groups(tensor, data, timeout=20.0),
+        "timeout": 20.0,
+        **topology_too,
+    }
+    storage = engram.open_storage(config, table, parallel=parallel, device="cpu")
+    globals()["_kept"] = storage
+    return storage
+
+
+def look_up(
+    topology, path, tensor, data, config, steps, table=None, topology_too=None, io="auto"
+):
+    """What each of this replica's look-ups gives: rows, or an exception with its attributes.
+
+    Args:
+        steps: Per replica, the ids and the pad id of every step.
+    """
+    import engram
+
+    gather = engram.FileGather(path, table, io=io)
+    storage = _open_in_groups(topology, gather, tensor, data, config, **(topology_too or {}))
+    found = []
+    for ids, pad in steps[topology["data_parallel_rank"] // tensor]:
+        began = time.monotonic()
+        try:
+            rows = storage.lookup(ids, pad_id=pad)
+            parts = [rows.weight, rows.scale] if isinstance(rows, engram.Rows) else [rows]
+            flat = [np.ascontiguousarray(part).view(np.uint8) for part in parts]
+            found.append(np.concatenate(flat, -1))
+        except Exception as error:
+            places = ("path", "table", "row", "position", "offset")
+            attributes = {name: getattr(error, name, "missing") for name in places}
+            found.append((type(error).__name__, str(error), attributes))
+        assert time.monotonic() - began < 10, "waited for nobody"
+    return {"steps": found, "stats": storage.stats(), "placement": storage.placement}
+
+
 def exchange(topology, path, tensor, data, config, ids_of_replicas, table=None, pad=None):
     """Looks rows up with `tensor * data` ranks; every replica has ids of its own.
 

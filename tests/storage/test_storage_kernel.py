@@ -144,3 +144,16 @@ def test_the_kernel_compiles_for_a_device_that_is_not_here(tmp_path):
         pytest.skip("this Triton cannot compile for a device that is not here")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "compiled"
+
+
+def test_the_kernel_runs_on_the_device_of_the_ids(monkeypatch):
+    import torch
+
+    from engram.storage import kernel
+
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", entered.append)
+    kernel._on(torch.device("cuda", 1))
+    with kernel._on(torch.device("cpu")):
+        pass
+    assert entered == [torch.device("cuda", 1)]

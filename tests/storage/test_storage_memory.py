@@ -391,3 +391,51 @@ def test_a_limit_on_address_space_is_an_error_with_its_number(large):
     assert done.returncode == 0, done.stderr
     assert '"errno": 12' in done.stdout
     assert "bytes of host memory" in done.stdout
+
+
+@pytest.mark.case("M16")
+@pytest.mark.parametrize("required", [False, True])
+def test_replicas_with_a_small_dev_shm_fall_back_together_or_fail(large, required, tmp_path):
+    prefix = own_shared_memory("8m")
+    if prefix is None:
+        pytest.skip("no file system can be mounted here")
+    found = run(
+        """
+        from pathlib import Path
+        from replicas import run as run_replicas
+        config = {"dp_shared_memory": True} if arguments["required"] else {}
+        outcomes = run_replicas(
+            2, Path(arguments["directory"]), "share", path=arguments["path"], config=config
+        )
+        table = engram.synth.load(arguments["path"]).tables[0]
+        ids = some_ids(table.rows, 2000, 7)
+        ids[3] = -1
+        for outcome in outcomes:
+            if not outcome.error:
+                check_rows(outcome.value["rows"], table, ids)
+        report(
+            errors=[outcome.error for outcome in outcomes],
+            texts=[outcome.text for outcome in outcomes],
+            warnings=[outcome.warned for outcome in outcomes],
+            places=[outcome.value and outcome.value["placement"] for outcome in outcomes],
+        )
+        """,
+        prefix,
+        path=str(large.directory),
+        directory=str(tmp_path),
+        required=required,
+    )
+    if required:
+        assert found["errors"] == ["RuntimeError"] * 2
+        said = found["texts"]
+        assert all(text.startswith("dp_shared_memory=True cannot be met") for text in said)
+    else:
+        assert found["errors"] == [""] * 2
+        assert found["places"] == ["pinned"] * 2
+        assert [len(warned) for warned in found["warnings"]] == [1, 1]
+        said = [warned[0] for warned in found["warnings"]]
+    for text in said:
+        assert "/dev/shm cannot hold table" in text
+        assert f"{large.tables[0].nbytes:,} bytes" in text
+        assert f"{8 * MIB:,} bytes" in text
+        assert "--shm-size" in text

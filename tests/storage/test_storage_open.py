@@ -308,6 +308,58 @@ def test_a_bar_is_drawn_for_people_only(monkeypatch, capsys):
     assert "loading rows" in capsys.readouterr().err
 
 
+def test_a_bar_is_drawn_while_views_are_loaded(checkpoint, monkeypatch, capsys):
+    from checkpoints import views
+
+    from engram.storage import progress_bar
+
+    info = checkpoint()
+    announced = engram.tables(info.directory)[0]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress_bar, "LEAST_BYTES", 1)
+    for config in ({}, {"cpu_offload": False}):
+        with engram.open_storage(config, announced, device="cpu") as storage:
+            storage.load(views(info))
+            said = capsys.readouterr().err
+            assert "loading rows" in said
+            assert "100%" in said
+        with engram.open_storage(config, announced, device="cpu") as storage:
+            steps = []
+            storage.load(views(info), lambda *step: steps.append(step))
+            assert steps, "whoever asks to be told draws it"
+            assert capsys.readouterr().err == ""
+
+
+def test_errors_of_a_topology_carry_the_attributes_of_all_others(checkpoint, monkeypatch):
+    path = checkpoint().directory
+    table = checkpoint().tables[0].name
+    monkeypatch.setattr(preflight, "memory_now", lambda: preflight.Memory(10, 10))
+    unshared = {"data_parallel_size": 2, "data_parallel_rank": 1}
+    calls = [
+        (lambda: Topology(tensor_parallel_size=0), None),
+        (lambda: Topology.of({"tensor_parallel_size": 2}), None),
+        (lambda: Topology.of(object()), None),
+        (lambda: engram.Shard.of("x", 0, 1), None),
+        (lambda: engram.Shard.of(4, 3, 2), None),
+        (lambda: engram.dequantize({}, engram.tables(path)[0]), None),
+        (lambda: engram.dequantize({}, engram.tables(path)[0], "int8"), None),
+        (lambda: engram.open_storage({}, path, device="cpu"), table),
+        (lambda: engram.open_storage({}, path, device="cpu", numa=77), table),
+        (
+            lambda: engram.open_storage(
+                {"dp_shared_memory": True}, path, parallel=unshared, device="cpu"
+            ),
+            table,
+        ),
+    ]
+    for call, name in calls:
+        with pytest.raises((MemoryError, RuntimeError, TypeError, ValueError)) as error:
+            call()
+        for attribute in ("path", "row", "position", "offset"):
+            assert getattr(error.value, attribute) is None
+        assert error.value.table == name
+
+
 def test_the_released_size_is_served_from_files_and_refused_where_it_does_not_fit(
     tmp_path, monkeypatch
 ):

@@ -92,6 +92,9 @@ class Recorder(engram.HostBuffer):
     def unpin(self):
         self.note("unregister")
 
+    def device_address(self):
+        return self.address
+
 
 @pytest.fixture
 def recorded(monkeypatch):
@@ -246,6 +249,29 @@ def test_collapsing_ends_in_time_and_holds_nobody_up(checkpoint, monkeypatch):
         thread.join()
     assert time.monotonic() - began < 5.0
     assert "collapse" not in looked_up, "a look-up waited"
+
+
+@pytest.mark.case("M11")
+def test_memory_that_cannot_be_prefaulted_is_loaded_all_the_same(checkpoint, monkeypatch):
+    info = checkpoint()
+
+    class Full(Recorder):
+        def prefault(self, offset, nbytes):
+            raise OSError(12, "Cannot allocate memory")
+
+        def collapse(self, offset, nbytes):
+            raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(hosted, "HostBuffer", Full)
+    monkeypatch.setattr(hugepages, "coverage", lambda buffer: 0.25)
+    monkeypatch.setattr(hugepages, "_SETTING", Path("/proc/self/comm"))
+    with pytest.warns(UserWarning, match="use_thp: 25% of the table is in huge pages") as warned:
+        storage = engram.open_storage({"use_thp": True}, info.directory, device="cpu")
+    assert len(warned) == 1
+    assert "prefaulting: Cannot allocate memory" in str(warned[0].message)
+    assert storage.stats()["huge_page_share"] == 0.25
+    ids = some_ids(storage.num_rows, 100)
+    check_rows(storage.lookup(ids), info.tables[0], ids)
 
 
 def bounded(collapse, seconds):

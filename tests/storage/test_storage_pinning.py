@@ -24,6 +24,7 @@ class Runtime:
         self.registered = {}
         self.calls = []
         self.last_error = 0
+        self.shift = lambda address: 0
 
     def cudaHostRegister(self, address, nbytes, flags):
         self.calls.append((address, nbytes))
@@ -40,6 +41,13 @@ class Runtime:
     def cudaHostUnregister(self, address):
         del self.registered[address]
         return 0
+
+    def cudaHostGetDevicePointer(self, address, flags):
+        assert flags == 0
+        if address not in self.registered:
+            self.last_error = 1
+            return 1, 0
+        return 0, address + self.shift(address)
 
     def cudaGetErrorString(self, _):
         return "invalid argument"
@@ -153,3 +161,139 @@ def test_a_refused_table_serves_nothing_and_the_next_works(checkpoint, monkeypat
 def test_without_cuda_there_is_no_pinning():
     with pytest.raises(RuntimeError, match="torch finds no CUDA device"):
         engram.HostBuffer(10).pin()
+
+
+def test_the_address_on_the_device_is_the_one_that_cuda_gives():
+    runtime = Runtime()
+    pinning = Pinning(1 << 40, 3 * GIB, runtime=runtime)
+    assert pinning.device_address() == 1 << 40
+    runtime.shift = lambda address: 1 << 44
+    assert pinning.device_address() == (1 << 40) + (1 << 44)
+    runtime.shift = lambda address: address & GIB
+    with pytest.raises(RuntimeError, match="apart from one another"):
+        pinning.device_address()
+    runtime.registered.clear()
+    with pytest.raises(RuntimeError, match="gives no device pointer.*invalid argument"):
+        pinning.device_address()
+    runtime.launch()
+
+
+def test_where_nothing_can_ask_the_host_s_address_is_used(monkeypatch):
+    from engram import pinning
+
+    class Silent:
+        def cudaHostRegister(self, address, nbytes, flags):
+            return 0
+
+        def cudaHostUnregister(self, address):
+            return 0
+
+    monkeypatch.setattr(pinning, "_native_device_pointer", lambda: None)
+    assert Pinning(1 << 40, GIB, runtime=Silent()).device_address() == 1 << 40
+    monkeypatch.setattr(pinning, "_native_device_pointer", lambda: lambda at, flags: (0, at + 64))
+    assert Pinning(1 << 40, GIB, runtime=Silent()).device_address() == (1 << 40) + 64
+    with pytest.raises(RuntimeError, match="only pinned memory"):
+        engram.HostBuffer(10).device_address()
+
+
+def test_the_kernel_is_given_the_address_on_the_device(checkpoint, monkeypatch):
+    import sys
+    import types
+
+    from engram.storage.hosted import PinnedStorage
+
+    runtime = Runtime()
+    runtime.shift = lambda address: 1 << 44
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    given = []
+    kernel = types.SimpleNamespace(copy_rows=lambda address, *_: given.append(address))
+    monkeypatch.setitem(sys.modules, "engram.storage.kernel", kernel)
+    with engram.FileGather(checkpoint("deepseek-fp8").directory, 0) as gather:
+        storage = PinnedStorage(gather.info, device=torch.device("cuda"))
+        storage.load(gather)
+    storage._lookup_on_device(torch.tensor([0, 1]), None, None)
+    start = storage._buffer.address + (1 << 44)
+    offsets = [plane.offset(storage.num_rows) for plane in storage.planes]
+    assert given == [start + offset for offset in offsets]
+    storage.close()
+
+
+MEMLOCK = """
+import ctypes, resource
+import torch
+from engram.storage.hosted import PinnedStorage
+
+class Runtime:
+    # Registers like a driver that accounts what it pins to the limit of locked memory.
+    def __init__(self):
+        self.registered = {}
+        self.last_error = 0
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        unlimited = limit == resource.RLIM_INFINITY
+        if not unlimited and sum(self.registered.values()) + nbytes > limit:
+            self.last_error = 2
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
+
+    def cudaHostGetDevicePointer(self, address, flags):
+        return 0, address
+
+    def cudaGetErrorString(self, _):
+        return "out of memory"
+
+    def cudaGetLastError(self):
+        error, self.last_error = self.last_error, 0
+        return error
+
+runtime = Runtime()
+torch.cuda.is_available = lambda: True
+torch.cuda.cudart = lambda: runtime
+hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, hard))
+table = engram.synth.load(arguments["path"]).tables[0]
+with engram.FileGather(arguments["path"]) as gather:
+    storage = PinnedStorage(gather.info, device=torch.device("cuda"))
+    text = ""
+    try:
+        storage.load(gather)
+    except RuntimeError as error:
+        text = str(error)
+        named = error.table
+    left = len(runtime.registered)
+    unread = runtime.last_error
+    # On the host alone no memory is registered, and the limit does not matter.
+    with engram.open_storage({}, gather, device="cpu") as host:
+        ids = some_ids(host.num_rows, 1000)
+        check_rows(host.lookup(ids), table, ids)
+    raised = hard == resource.RLIM_INFINITY or hard > table.nbytes + 4096
+    if raised:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+        storage.load(gather)
+        check_rows(storage.lookup(ids), table, ids)
+report(text=text, table=named, left=left, unread=unread, raised=raised,
+       registered=storage.stats()["registered"], now=sum(runtime.registered.values()))
+"""
+
+
+@pytest.mark.case("M09")
+def test_a_limit_on_locked_memory_is_an_error_where_memory_is_registered(large):
+    from child import run
+
+    found = run(MEMLOCK, path=str(large.directory))
+    assert "CUDA refused to register" in found["text"]
+    assert "out of memory" in found["text"]
+    assert "ulimit -l" in found["text"]
+    assert found["table"] == large.tables[0].name
+    assert found["left"] == 0, "nothing stays registered"
+    assert found["unread"] == 0, "no error is left for the next call"
+    assert found["registered"] is found["raised"]
+    if found["raised"]:
+        assert found["now"] >= large.tables[0].nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -316,6 +317,38 @@ def test_the_file_storage_takes_mapped_views_alone(checkpoint):
     storage.load(loader)
     ids = some_ids(storage.num_rows, 50)
     check_rows(storage.lookup(ids), info.tables[0], ids)
+
+
+def test_the_file_storage_takes_its_table_out_of_a_loader_with_several(checkpoint):
+    info = checkpoint("deepseek-fp8")
+    for plain_names in (False, True):
+        loader = engram.ViewLoader(info.config)
+        for name, tensor in views(info).items():
+            loader.add(name.replace("language_model.", "") if plain_names else name, tensor)
+        announced = engram.tables(info.directory)
+        for place in (1, 0):
+            with engram.open_storage({"disk_offload": True}, announced[place]) as storage:
+                storage.load(loader)
+                ids = some_ids(storage.num_rows, 50)
+                check_rows(storage.lookup(ids), info.tables[place], ids)
+        with engram.open_storage({"disk_offload": True}, announced[0]) as storage:
+            with pytest.raises(RuntimeError, match="bound already"):
+                storage.load(loader)
+
+
+def test_names_in_a_loader_may_lack_a_segment(checkpoint):
+    info = checkpoint()
+    announced = engram.tables(info.directory)[0]
+    bare = dataclasses.replace(announced, name=announced.name.replace("language_model.", ""))
+    for table in (announced, bare):
+        for short in (False, True):
+            loader = engram.ViewLoader(info.config)
+            for name, tensor in views(info).items():
+                loader.add(name.replace("language_model.", "") if short else name, tensor)
+            with engram.open_storage({"disk_offload": True}, table) as storage:
+                storage.load(loader)
+                ids = some_ids(storage.num_rows, 50)
+                check_rows(storage.lookup(ids), info.tables[0], ids)
 
 
 def test_what_a_table_may_be(checkpoint):

@@ -129,7 +129,34 @@ def test_a_replica_that_does_not_come_is_named(tmp_path, checkpoint):
     assert [outcome.error for outcome in outcomes] == ["TimeoutError"] * 3
     for outcome in outcomes[:2]:
         assert re.search(r"waited 1 s for replica (\d, )*2 \(hello\)", outcome.text)
-    assert "waited 1 s for replica 0 (offer)" in outcomes[2].text
+    assert "waited 1 s for replica 0 (hello)" in outcomes[2].text
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_replica_that_failed_once_is_met_at_the_next_attempt(tmp_path, checkpoint, victim):
+    """It fails before it has met anybody, so the others wait in vain once, or twice."""
+    info = checkpoint()
+    outcomes = run(
+        3,
+        tmp_path,
+        "retry",
+        path=info.directory,
+        each_fail_first=[rank == victim for rank in range(3)],
+        topology_too={"timeout": 1.0},
+    )
+    found = values(outcomes)
+    for rank, value in enumerate(found):
+        assert value["placement"] == "shared"
+        assert value["errors"][0] == ("FileNotFoundError" if rank == victim else "TimeoutError")
+        check(info, value)
+    assert len({value["segments"][0] for value in found}) == 1
+
+
+def test_the_same_table_is_opened_and_shared_twice(tmp_path, checkpoint):
+    info = checkpoint()
+    for value in values(run(2, tmp_path, "share_twice", path=info.directory)):
+        check(info, value)
+        assert len(value["segments"]) == 2
 
 
 @pytest.mark.case("P02")
@@ -297,7 +324,7 @@ def test_memory_is_freed_with_its_last_user(tmp_path, checkpoint):
 
 def test_killing_replicas_at_random_leaves_nothing_behind(tmp_path):
     """In a mount namespace with a /dev/shm of its own where the machine allows, to the byte."""
-    script = [sys.executable, str(Path(__file__).with_name("kill_replicas.py")), "--kills", "20"]
+    script = [sys.executable, str(Path(__file__).with_name("kill_replicas.py")), "--kills", "28"]
     own = subprocess.run(
         ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], capture_output=True
     )
@@ -309,8 +336,13 @@ def test_killing_replicas_at_random_leaves_nothing_behind(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["kills"] == 20
+    assert report["kills"] == 28
+    assert report["killed"] == {
+        "DP3": {"0": 5, "1": 5, "2": 4},
+        "TP2xDP2": {"0": 4, "1": 4, "2": 3, "3": 3},
+    }
     assert report["hangs"] == 0
     assert report["left_behind"] == []
     assert report["killed_while_working"] >= 4, "the kills came too late to mean anything"
-    assert own.returncode != 0 or report["bytes_left"] == 0
+    # Others may let go of what they had in a /dev/shm that is not this test's own.
+    assert report["bytes_left"] == 0 or (own.returncode != 0 and report["bytes_left"] < 0)

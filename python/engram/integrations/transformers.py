@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from engram._errors import placed
+from engram._errors import completes, placed
+from engram._files import CONFIG_BYTES, parse_json, read_small
 from engram.config import EngramConfig
 from engram.embedding import NgramEmbedding, RowStorage
 from engram.gather import FileGather
@@ -44,6 +45,7 @@ _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@completes
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -72,13 +74,13 @@ def from_pretrained(
         ValueError: The model has no n-gram tables.
         Exception: As `engram.hasher`, `engram.open_storage` and transformers do.
     """
-    config = _config(engram_config, parallel)
+    config = _config(engram_config)
     transformers: Any = importlib.import_module("transformers")
     directory = _local(path, kwargs)
     model_config = kwargs.pop("config", None)
     if model_config is None:
         model_config = transformers.AutoConfig.from_pretrained(directory)
-    config.verify_model_config(model_config)
+    _verify(config, model_config, parallel)
     # Opened first: what is wrong with the tables shows before the weights are read.
     modules = _sources(directory, model_config, load_format, out_of_vocab)
     base = _model_class(transformers, model_config)
@@ -91,6 +93,7 @@ def from_pretrained(
     return cast("Any", loaded)
 
 
+@completes
 def attach(
     model: Any,
     path: str | os.PathLike[str],
@@ -117,12 +120,13 @@ def attach(
         ValueError: The model has no n-gram embedding, or others than the checkpoint.
         Exception: As `engram.hasher` and `engram.open_storage` do.
     """
-    config = _config(engram_config, parallel)
+    config = _config(engram_config)
     found = _ple_layers(model)
     if any(isinstance(layer.ple_embedding, NgramEmbedding) for layer in found.values()):
         raise RuntimeError("this model's tables are served by engram already; attach once")
     configuration = getattr(model, "config", None)
     source = os.fspath(path) if configuration is None else configuration
+    _verify(config, _read_config(path) if configuration is None else configuration, parallel)
     sources = _sources(Path(path), source, load_format, out_of_vocab)
     _replace(model, sources, config, parallel, dtype)
 
@@ -245,9 +249,10 @@ def _placed(gather: FileGather, config: EngramConfig, parallel: Any, layer: Any)
     storage = open_storage(
         config, gather, parallel=parallel, device=None if device.type == "meta" else device
     )
-    if storage.placement == "file":
+    if storage.placement == "file" and not Topology.of(parallel).read_once_per_node:
         return gather
-    gather.close()
+    if storage.placement != "file":
+        gather.close()
     return storage
 
 
@@ -257,13 +262,21 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return dtype if dtype in _DTYPES else torch.bfloat16
 
 
-def _config(given: EngramConfig | Mapping[str, Any] | str | None, parallel: Any) -> EngramConfig:
-    """The settings, held against the topology before anything is loaded."""
-    config = EngramConfig(disk_offload=True) if given is None else EngramConfig.of(given)
+def _config(given: EngramConfig | Mapping[str, Any] | str | None) -> EngramConfig:
+    return EngramConfig(disk_offload=True) if given is None else EngramConfig.of(given)
+
+
+def _verify(config: EngramConfig, model_config: Any, parallel: Any) -> None:
+    """Holds the settings against the model, then the topology, before anything is loaded."""
+    config.verify_model_config(model_config)
     topology = Topology.of(parallel)
     config.resolve_dp_shared_memory(topology)
     config.verify_parallel_config(topology)
-    return config
+
+
+def _read_config(directory: str | os.PathLike[str]) -> Any:
+    path = Path(directory) / "config.json"
+    return parse_json(read_small(path, CONFIG_BYTES), path, "not JSON")
 
 
 def _model_class(transformers: Any, model_config: Any) -> type[Any]:

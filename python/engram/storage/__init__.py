@@ -21,7 +21,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-from engram._errors import placed
+from engram._errors import complete, completes, placed
 from engram.config import EngramConfig
 from engram.model_config import detect_platform
 from engram.parallel import Shard
@@ -30,7 +30,6 @@ from engram.storage.dummy import AbsentStorage, DummyStorage
 from engram.storage.file import FileStorage
 from engram.storage.hosted import HostDeviceStorage, PinnedStorage
 from engram.storage.pipeline import absence
-from engram.storage.progress_bar import bar
 from engram.storage.source import described, opened
 from engram.storage.topology import Topology
 
@@ -47,6 +46,7 @@ LoadFormat = Literal["auto", "dummy"]
 _logger = logging.getLogger(__name__)
 
 
+@completes
 def open_storage(
     config: EngramConfig | Mapping[str, Any] | str,
     table: Any,
@@ -71,6 +71,8 @@ def open_storage(
             configuration, or a directory with nothing but a `config.json`.
         parallel: This rank's place: a `Topology`, `Groups`, vLLM's `ParallelConfig`, or any object
             or mapping that `Topology.of` understands; None for a single process.
+            `read_once_per_node=True` in it has one rank of a machine read a table in files and hand
+            the rows to the other tensor-parallel ranks there.
         device: The torch device that looks rows up; None for the current CUDA device where there
             is one, else the host.
         load_format: `"dummy"` serves zeros without reading a row or allocating the table.
@@ -109,6 +111,13 @@ def open_storage(
                 "disk_offload=False"
             )
         )
+    if topology.read_once_per_node and placement != "file":
+        raise placed(
+            ValueError(
+                f"read_once_per_node=True is for tables in files, but the settings put the table in "
+                f"{placement} memory; set disk_offload=True or drop it"
+            )
+        )
     source = described(table) if load_format == "dummy" else opened(table)
     with contextlib.ExitStack() as files:
         if source.gather is not None and source.owned:
@@ -118,13 +127,15 @@ def open_storage(
             return AbsentStorage(source.info, why)
         if load_format == "dummy":
             return DummyStorage(source.info, placement)
-        storage = _make(settings, source, topology, device, numa, platform)
+        try:
+            storage = _make(settings, source, topology, device, numa, platform)
+        except Exception as error:
+            complete(error, table=source.info.name)
+            raise
         if source.gather is not None:
             with contextlib.ExitStack() as undo:
                 undo.callback(storage.close)
-                storage.load(
-                    source.gather, bar(source.info.bytes) if progress is None else progress
-                )
+                storage.load(source.gather, progress)
                 undo.pop_all()
             if source.owned and isinstance(storage, FileStorage):
                 # The files are what it serves from.
@@ -146,7 +157,13 @@ def _make(
     placement = settings.placement
     on = _device(device, platform)
     if placement == "file":
-        return FileStorage(info, device=on)
+        return FileStorage(
+            info,
+            device=on,
+            read_once_per_node=topology.read_once_per_node,
+            groups=topology.groups,
+            timeout=topology.timeout,
+        )
     world_size = settings.get_parallel_size(topology)
     across = world_size > topology.tensor_parallel_size
     shard = Shard.of(info, _shard_rank(topology, across=across), world_size)

@@ -13,6 +13,7 @@ from engram._errors import complete, placed
 from engram._locks import ForkedLock
 from engram._targets import PlaneTargets, allocate, targets
 from engram.parallel import Shard
+from engram.storage.progress_bar import bar
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engram.storage.exchanged import Exchange
+    from engram.storage.exchanged import RowSource
     from engram.table import Planes, TableInfo
 
 __all__ = ["Progress", "Storage"]
@@ -47,7 +48,7 @@ class Storage(ABC):
         self.info = info
         self.shard = Shard.of(info.rows, 0, 1) if shard is None else shard
         self.fallbacks: list[str] = []
-        self._exchange: Exchange | None = None
+        self._exchange: RowSource | None = None
         self._loading = ForkedLock()
         self._loaded = False
         self._closed = False
@@ -56,8 +57,9 @@ class Storage(ABC):
         """The rows of `ids`, as stored, in request order; they come back where the ids are.
 
         Where the table is sharded and `open_storage` was given process groups, rows of other ranks
-        are fetched from them: every rank must then call, also with no ids, and -1 counts as
-        padding only if `pad_id` says so. Without groups, rows that other ranks hold come back as
+        are fetched from them, and with `read_once_per_node` those of files from the rank that reads
+        them: every rank must then call, also with no ids, and -1 counts as padding only if `pad_id`
+        says so. Without groups, rows that other ranks hold come back as
         zero bytes, to be summed as integers.
 
         Args:
@@ -152,7 +154,8 @@ class Storage(ABC):
             views: Where rows come from: tensors by name as a loader hands them out (a mapping, or
                 pairs of name and tensor, used one at a time), a `ViewLoader`, or a `FileGather`.
                 Tensors of other tables are ignored. For the file storage, views into mapped files.
-            progress: Called with what is being done, bytes done and bytes in all.
+            progress: Called with what is being done, bytes done and bytes in all; None draws a bar
+                for a gibibyte and more, if the error stream is a terminal.
 
         Raises:
             RuntimeError: The table was loaded before: weights are loaded once.
@@ -172,7 +175,12 @@ class Storage(ABC):
                         "Open a new storage to serve others"
                     )
                 )
-            self._load(views, progress)
+            size = self.shard.num_local_rows * self.row_bytes
+            try:
+                self._load(views, bar(size) if progress is None else progress)
+            except Exception as error:
+                complete(error, table=self.info.name)
+                raise
             self._loaded = True
 
     @abstractmethod
@@ -228,8 +236,8 @@ class Storage(ABC):
             RuntimeError(f"no rows of table {self.info.name!r} have been loaded; call load(views)")
         )
 
-    def _share_rows(self, exchange: Exchange) -> None:
-        """From now on look-ups fetch rows that other ranks hold."""
+    def _share_rows(self, exchange: RowSource) -> None:
+        """From now on look-ups fetch rows from other ranks."""
         self._exchange = exchange
 
     @property

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engram import _engram
 from engram._arrays import int64_ids
+from engram._errors import placed
 from engram._locks import ForkedLock
 from engram._targets import targets
 from engram.buffer import HostBuffer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engram._targets import PlaneTargets
+    from engram.parallel import Groups
     from engram.table import TableInfo
 
 __all__ = ["FileStorage"]
@@ -30,11 +32,26 @@ class FileStorage(Storage):
     Args:
         info: The table.
         device: The torch device that rows are staged for, or None.
+        read_once_per_node: Whether one rank of `groups.node` reads for all of them, which look the
+            same ids up, and hands the rows over.
+        groups: Who they are.
+        timeout: Seconds to wait for other ranks in each look-up.
+
+    Raises:
+        ValueError: Rows are to be handed over, but the groups are not known.
     """
 
     placement = "file"
 
-    def __init__(self, info: TableInfo, *, device: Any = None) -> None:
+    def __init__(
+        self,
+        info: TableInfo,
+        *,
+        device: Any = None,
+        read_once_per_node: bool = False,
+        groups: Groups | None = None,
+        timeout: float | None = 300.0,
+    ) -> None:
         super().__init__(info)
         self._device = device
         self._source: FileGather | None = None
@@ -42,6 +59,27 @@ class FileStorage(Storage):
         self._staging: HostBuffer | None = None
         self._copied: Any = None
         self._one_at_a_time = ForkedLock()
+        if read_once_per_node:
+            self._read_once(groups, timeout)
+
+    def _read_once(self, groups: Groups | None, timeout: float | None) -> None:
+        if groups is None:
+            raise placed(
+                ValueError(
+                    "read_once_per_node=True needs groups: the ranks of this machine hand rows "
+                    "over through Groups.node"
+                ),
+                table=self.info.name,
+            )
+        if groups.node is None:
+            # The only rank of its replica on this machine, or groups made by hand.
+            self.fallbacks.append(
+                "read_once_per_node: groups.node is None, so this rank reads its rows itself"
+            )
+            return
+        from engram.storage.exchanged import HandOver
+
+        self._share_rows(HandOver(self, groups, timeout))
 
     @property
     def source(self) -> FileGather:
@@ -130,6 +168,10 @@ class FileStorage(Storage):
         }
 
     def stats(self) -> dict[str, Any]:
-        """As `Storage.stats`; adds `gather`, the counters of the open files."""
+        """As `Storage.stats`; adds the counters of the open files and of rows handed over.
+
+        They are `gather`, and `read_once_per_node`: None where every rank reads for itself.
+        """
         counters = None if self._source is None else self._source.stats()
-        return {**super().stats(), "gather": counters}
+        handed = None if self._exchange is None else self._exchange.stats()
+        return {**super().stats(), "gather": counters, "read_once_per_node": handed}

@@ -58,6 +58,7 @@ class HostedStorage(Storage):
         self._numa: Numa = numa
         self._buffer: HostBuffer | None = None
         self._table: _engram.Hosted | None = None
+        self._device_address: int | None = None
 
     @property
     def _local_bytes(self) -> int:
@@ -69,6 +70,11 @@ class HostedStorage(Storage):
         rows = self.shard.num_local_rows
         if self._device is not None and self._device.type == "cuda":
             buffer.pin(stage_progress(progress, "registering host memory"))
+            try:
+                self._device_address = _address_on(self._device, buffer)
+            except BaseException:
+                buffer.unpin()
+                raise
         self._table = _engram.Hosted(
             buffer,
             self.info.name,
@@ -111,8 +117,9 @@ class HostedStorage(Storage):
         views = byte_targets(self.planes, rows, shape, ids.device)
         local, _ = local_ids(ids, self.info, self.shard, pad_id)
         held = self.shard.num_local_rows
+        address = buffer.address if self._device_address is None else self._device_address
         for plane, view in zip(self.planes, views, strict=True):
-            copy_rows(buffer.address + plane.offset(held), plane.row_bytes, local, view)
+            copy_rows(address + plane.offset(held), plane.row_bytes, local, view)
         return rows
 
     def _release(self) -> None:
@@ -166,16 +173,19 @@ class PinnedStorage(HostedStorage):
         buffer = HostBuffer(self._local_bytes, self._huge_pages)
         node = choose_node(self._numa, self._device)
         place(buffer, [] if node is None else [node])
+        refused = None
         if self._huge_pages:
             if isinstance(views, FileGather):
                 # What the page cache holds of these files is in the way of huge pages, and will
                 # be read once more at most.
                 drop_cache(views.files)
             threads = len(os.sched_getaffinity(0))
-            hugepages.prefault(buffer, threads, stage_progress(progress, "reserving huge pages"))
+            refused = hugepages.prefault(
+                buffer, threads, stage_progress(progress, "reserving huge pages")
+            )
         fill(buffer, views, self.info, self.shard, progress)
         if self._huge_pages:
-            self._huge_share = hugepages.report(buffer, hugepages.collapse(buffer))
+            self._huge_share = hugepages.report(buffer, refused, hugepages.collapse(buffer))
         self._hold(buffer, progress)
 
     @property
@@ -251,6 +261,17 @@ def fill(
         done += part.size
         if report is not None:
             report(done, rows * info.row_bytes)
+
+
+def _address_on(device: Any, buffer: HostBuffer) -> int:
+    """Where a CUDA device finds pinned memory."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return buffer.device_address()
+    with cuda.device(device):
+        return buffer.device_address()
 
 
 def wait_for(device: Any) -> None:

@@ -42,16 +42,18 @@ def _slices(nbytes: int) -> list[tuple[int, int]]:
 
 def prefault(
     buffer: HostBuffer, threads: int, progress: Callable[[int, int], Any] | None = None
-) -> None:
-    """Makes the kernel give all of `buffer` memory, with several threads.
+) -> str | None:
+    """Makes the kernel give all of `buffer` memory, with several threads; best effort.
+
+    What could not be prefaulted is touched when rows are put there, in whatever pages there are.
 
     Args:
         buffer: Memory that nobody uses yet.
         threads: How many at once.
         progress: Called with `(bytes_done, bytes_total)` on the calling thread.
 
-    Raises:
-        OSError: There is not enough memory.
+    Returns:
+        Why parts of it could not be, in the kernel's words; None where all could.
     """
     done = 0
     with ThreadPoolExecutor(max(1, threads)) as pool:
@@ -61,13 +63,18 @@ def prefault(
         }
         try:
             for finished in as_completed(pending):
-                finished.result()
+                try:
+                    finished.result()
+                except OSError as error:
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    return f"prefaulting: {error.strerror or error}"
                 done += pending[finished]
                 if progress is not None:
                     progress(done, buffer.capacity)
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    return None
 
 
 def collapse(buffer: HostBuffer, seconds: float = COLLAPSE_SECONDS) -> str | None:
@@ -97,26 +104,27 @@ def coverage(buffer: HostBuffer) -> float:
     return min(1.0, huge / resident) if resident else 0.0
 
 
-def report(buffer: HostBuffer, refused: str | None) -> float:
+def report(buffer: HostBuffer, *refusals: str | None) -> float:
     """Warns if much of `buffer` is ordinary pages, with the reason; gives the share that is not.
 
     Args:
         buffer: The memory.
-        refused: What `collapse` gave.
+        refusals: What `prefault` and `collapse` gave.
     """
     share = coverage(buffer)
     if share < ENOUGH:
-        notify(f"use_thp: {share:.0%} of the table is in huge pages: {_reason(refused)}")
+        why = "; ".join(filter(None, refusals))
+        notify(f"use_thp: {share:.0%} of the table is in huge pages: {_reason(why)}")
         warnings.warn(
             f"use_thp: {share:.0%} of the table is in huge pages, the rest in ordinary ones: "
-            f"{_reason(refused)}. Rows are the same; look-ups are somewhat slower",
+            f"{_reason(why)}. Rows are the same; look-ups are somewhat slower",
             UserWarning,
             stacklevel=2,
         )
     return share
 
 
-def _reason(refused: str | None) -> str:
+def _reason(refused: str) -> str:
     try:
         setting = _SETTING.read_text()
     except OSError:

@@ -9,6 +9,7 @@ are written where the id says so.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -65,13 +66,19 @@ def copy_rows(address: int, row_bytes: int, ids: Any, out: Any) -> None:
     word = _WORDS[width]
     row_words = row_bytes // width
     words = min(64, triton.next_power_of_2(row_words))
-    _copy_rows_kernel[(triton.cdiv(count, _ROWS_PER_PROGRAM),)](
-        address,
-        ids,
-        out.view(word),
-        count,
-        row_words,
-        out.stride(0) // width if count > 1 else row_words,
-        rows=_ROWS_PER_PROGRAM,
-        words=words,
-    )
+    with _on(ids.device):
+        _copy_rows_kernel[(triton.cdiv(count, _ROWS_PER_PROGRAM),)](
+            address,
+            ids,
+            out.view(word),
+            count,
+            row_words,
+            out.stride(0) // width if count > 1 else row_words,
+            rows=_ROWS_PER_PROGRAM,
+            words=words,
+        )
+
+
+def _on(device: Any) -> Any:
+    """Triton launches on the current device, which need not be the one that the ids are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

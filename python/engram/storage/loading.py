@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from engram import _engram
 from engram._arrays import UINT8, is_torch
 from engram._engram import CheckpointError
 from engram._errors import placed
@@ -73,9 +74,16 @@ def bound_gather(views: Any, info: TableInfo) -> FileGather:
             for name, tensor in named_views(views):
                 if plain(name).startswith(f"{wanted}."):
                     loader.add(name, tensor)
-        gather = loader.bind()
+        gather = loader.bind(_name_among(loader, info))
     require_same(gather.info, info)
     return gather
+
+
+def _name_among(loader: ViewLoader, info: TableInfo) -> str:
+    """What a table is called in a loader, which may hold several: names may lack a segment."""
+    wanted = plain(info.name)
+    found = {_engram.table_of(name) or "" for name, _ in loader.items()}
+    return next((name for name in sorted(found) if plain(name) == wanted), info.name)
 
 
 def require_same(found: TableInfo, info: TableInfo) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,7 @@ class Rendezvous:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        # Every rank counts its meetings alike, so none takes an old note for a new one.
-        number = self._ask(lambda: store.add(f"engram/{name}/meetings/{rank}", 1))
-        self._prefix = f"engram/{name}/{number}"
+        self._prefix = ""
         self._identities: list[dict[str, Any]] = []
 
     def meet(self, note: dict[str, Any]) -> list[dict[str, Any]]:
@@ -79,13 +78,72 @@ class Rendezvous:
         From then on a process of the same machine that dies is noticed at once, not at the time
         limit.
 
+        An attempt that fails anywhere may be repeated, by any of them and any number of times: each
+        attempt of a process has a ticket of its own. Process 0 calls a meeting of the tickets that
+        it sees, and another if one of them is replaced before all have answered.
+
         Args:
             note: What to say; `host` names the machine.
+
+        Raises:
+            TimeoutError: Some did not come; they are named.
+            RuntimeError: The store is gone.
         """
-        notes = self.exchange("hello", {**identity(), **note})
+        ticket = secrets.token_hex(8)
+        self._put(self._hello(self._rank), [ticket, {**identity(), **note}])
+        notes = self._gathered(ticket)
+        # Those who open the table once more would take it for one that still waits.
+        self._put(self._hello(self._rank), None)
         if len({(note["host"], note["processes"]) for note in notes}) == 1:
             self._identities = notes
         return notes
+
+    def _gathered(self, ticket: str) -> list[dict[str, Any]]:
+        """The notes of a meeting that everybody has come to."""
+        call = f"engram/{self._name}/call/{ticket}"
+        called: list[str] = []
+        notes: list[dict[str, Any]] = []
+        deadline = time.monotonic() + self._timeout
+        pause = _PAUSE
+        while True:
+            if self._rank == 0:
+                hellos = [self._get(self._hello(rank)) for rank in range(self._size)]
+                if None not in hellos and [hello[0] for hello in hellos] != called:
+                    called = [hello[0] for hello in hellos]
+                    notes = [hello[1] for hello in hellos]
+                    number = secrets.token_hex(8)
+                    for other in called:
+                        self._put(f"engram/{self._name}/call/{other}", [number, notes])
+            answer = self._get(call)
+            if answer is not None:
+                number, notes = answer
+                prefix = f"engram/{self._name}/{number}"
+                if prefix != self._prefix:
+                    self._prefix = prefix
+                    self.post("here", True)
+                if all(self._is_there("here", rank) for rank in range(self._size)):
+                    return notes
+            if time.monotonic() >= deadline:
+                raise self._too_late("hello", self._absent(answered=answer is not None))
+            time.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+
+    def _absent(self, *, answered: bool) -> list[int]:
+        """Who has not come to a meeting; process 0 where everybody seems to be there."""
+        everybody = range(self._size)
+        if answered:
+            return [rank for rank in everybody if not self._is_there("here", rank)]
+        return [rank for rank in everybody if self._get(self._hello(rank)) is None]
+
+    def _hello(self, rank: int) -> str:
+        return f"engram/{self._name}/hello/{rank}"
+
+    def _too_late(self, step: str, missing: Sequence[int]) -> TimeoutError:
+        return TimeoutError(
+            f"{self._name}: waited {self._timeout:g} s for replica "
+            f"{', '.join(map(str, missing)) or 0} ({step}); every replica must open the same "
+            "tables in the same order"
+        )
 
     def exchange(self, step: str, note: Any) -> list[Any]:
         """Leaves a note for this step, and collects everybody's.
@@ -100,7 +158,7 @@ class Rendezvous:
 
     def post(self, step: str, note: Any) -> None:
         """Leaves a note for this step."""
-        self._ask(lambda: self._store.set(self._key(step, self._rank), json.dumps(note)))
+        self._put(self._key(step, self._rank), note)
 
     def read(self, step: str, rank: int) -> Any:
         """Another process's note for this step, once it is there.
@@ -119,18 +177,23 @@ class Rendezvous:
             if self._is_dead(rank) and not self._is_there(step, rank):
                 raise RuntimeError(f"{self._name}: replica {rank} died ({step})")
             if time.monotonic() >= deadline:
-                missing = [str(other) for other in expected if not self._is_there(step, other)]
-                raise TimeoutError(
-                    f"{self._name}: waited {self._timeout:g} s for replica "
-                    f"{', '.join(missing) or rank} ({step}); every replica must open the same "
-                    "tables in the same order"
-                )
+                missing = [other for other in expected if not self._is_there(step, other)]
+                raise self._too_late(step, missing or [rank])
             time.sleep(pause)
             pause = min(0.1, pause * 1.5)
-        return json.loads(self._ask(lambda: self._store.get(key)))
+        return self._get(key)
 
     def _is_there(self, step: str, rank: int) -> bool:
         return self._ask(lambda: self._store.check([self._key(step, rank)]))
+
+    def _put(self, key: str, value: Any) -> None:
+        self._ask(lambda: self._store.set(key, json.dumps(value)))
+
+    def _get(self, key: str) -> Any:
+        """What was left under a key; None if nothing was."""
+        if not self._ask(lambda: self._store.check([key])):
+            return None
+        return json.loads(self._ask(lambda: self._store.get(key)))
 
     def _key(self, step: str, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"

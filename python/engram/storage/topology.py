@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from engram._errors import completes
 from engram.parallel import Groups
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class Topology:
     enable_elastic_ep: bool = False
     groups: Groups | None = None
     """torch.distributed groups, for look-ups of tables that are sharded over ranks."""
+    read_once_per_node: bool = False
+    """Whether one rank of a machine reads rows of tables in files (`disk_offload`) and hands them to
+    the other tensor-parallel ranks there, `groups.node`; all then call for each look-up."""
     store: Any = None
     """A torch.distributed store that all replicas reach, for sharing memory between them; None
     takes the default process group's, where that spans the replicas."""
@@ -50,6 +54,7 @@ class Topology:
     timeout: float = 300.0
     """Seconds to wait for other ranks while a shared table is being set up."""
 
+    @completes
     def __post_init__(self) -> None:
         for kind in ("tensor", "data", "pipeline"):
             size = getattr(self, f"{kind}_parallel_size")
@@ -62,6 +67,7 @@ class Topology:
                 )
 
     @classmethod
+    @completes
     def of(cls, parallel: Any) -> Self:
         """This rank's place in whatever form a server describes it.
 
@@ -122,6 +128,9 @@ class Topology:
             here = _integer("local_world_size", here)
             found.setdefault("local_tensor_ranks", max(1, min(tensor_size, here)))
         found["enable_elastic_ep"] = bool(found.get("enable_elastic_ep", False))
+        once = found.get("read_once_per_node", False)
+        if not isinstance(once, bool):
+            raise ValueError(f"read_once_per_node must be True or False, got {once!r}")
         return cls(**found)
 
     @classmethod
