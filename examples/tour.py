@@ -90,6 +90,11 @@ def read(path: Path) -> None:
         assert isinstance(found, engram.Residency)
         print(f"{found.resident} of {found.pages} pages of {found.page_bytes} bytes in memory,")
         print(f"{found.share} of them, {found.believed} believed to be")
+        # Rows kept in memory, and which they are over a restart.
+        gather.resize("1MiB")
+        gather.gather([17, 18])
+        hot = path.with_name("hot")
+        print(gather.save_hot(hot), "rows listed,", gather.load_hot(hot), "of them in the cache")
         gather.reopen()
         print("runs", gather.stats()["io"]["runs"])
     assert gather.closed

@@ -34,7 +34,7 @@ CORE_ORDER = [
 
 BINDING_ORDER = [
     "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
-    "hash", "news", "gather", "ticket", "step", "hosted", "views", "diagnosis", "bench",
+    "hash", "news", "gather", "many", "ticket", "step", "hosted", "views", "diagnosis", "bench",
 ]
 """The same for the binding, which may import all of the core."""
 
@@ -72,7 +72,7 @@ UNSAFE = {
 NOT_WITH_ENGRAM = {"torch", "pydantic", "typer", "rich", "transformers", "tokenizers"}
 """Packages that `import engram` must not import."""
 
-LONGEST_FILE = 520
+LONGEST_FILE = 500
 """Lines; a longer file is two."""
 
 needs_sources = pytest.mark.skipif(not CORE.exists(), reason="not a checkout of the project")

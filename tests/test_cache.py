@@ -45,6 +45,7 @@ def test_rows_are_cached_and_not_read_again(path, stored, io):
         gather.gather(ids, out=out)
         assert np.array_equal(out, stored[ids])
         second = gather.stats()
+        assert gather._native.runs == second["io"]["runs"]
     assert second["reads"] == first["reads"]
     assert second["cache"]["hits"] == 5000
     assert second["cache"]["misses"] == 5000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import zlib
 
@@ -70,6 +71,45 @@ def test_a_list_of_nothing(path, tmp_path):
         assert gather.load_hot(tmp_path / "hot") == 0
         assert gather.save_hot(tmp_path / "hot") == 2
         assert gather.load_hot(tmp_path / "hot") == 2
+
+
+def test_listed_rows_that_found_no_room_do_not_count(path, tmp_path):
+    wanted = np.arange(100, 113)
+    with engram.FileGather(path, "t", cache_bytes=2144) as gather:
+        gather.gather([1, 2])
+        assert gather.save_hot(tmp_path / "hot") == 2
+        gather.resize(0)
+        gather.resize(2144)
+        for _ in range(5):
+            gather.gather(wanted)
+        assert gather.stats()["cache"]["rows"] == 13
+        assert gather.load_hot(tmp_path / "hot") == 0, "all others were wanted more"
+        before = gather.stats()["cache"]["hits"]
+        gather.gather(wanted)
+        assert gather.stats()["cache"]["hits"] == before + 13
+
+
+def test_a_budget_changed_meanwhile_is_the_one_that_is_filled(path, hot):
+    with engram.FileGather(path, "t", cache_bytes="8MiB") as gather:
+        assert gather.load_hot(hot, lambda done, _total: done or gather.resize("6MiB")) == 3000
+        stats = gather.stats()["cache"]
+        assert (stats["budget_bytes"], stats["rows"]) == (6 << 20, 3000)
+        gather.resize(0)
+        gather.resize("8MiB")
+        with raises(ValueError, "has no cache of rows", table="t"):
+            gather.load_hot(hot, lambda done, _total: done or gather.resize(0))
+        assert gather.stats()["cache"]["rows"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_refused_and_not_waited_for(path, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with (
+        engram.FileGather(path, "t", cache_bytes="1MiB") as gather,
+        raises(engram.CheckpointError, "no regular file", "save_hot", path=pipe, table="t"),
+    ):
+        gather.load_hot(pipe)
 
 
 def test_without_a_budget_there_is_nothing_to_list(path, tmp_path, hot):

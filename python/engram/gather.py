@@ -267,10 +267,11 @@ class FileGather:
             A plain dictionary. `"io"` says what was asked for, what runs and why; counters count
             calls, rows, bytes and reads; `"seconds"` holds latency distributions of the phases
             `plan`, `copy` and `fetch` and of whole calls; `"cache"` has the budget and room of the
-            cache of rows, and what it has done since opening: rows found (`hits`) and not
-            (`misses`), repeats counted; distinct rows put in (`insertions`), given up for others
-            (`evictions`) and not put in (`admission_refusals`), and those `waited` for because
-            another call was reading them; and the bytes of the rows found, in all and by plane.
+            cache of rows, and what it has done since opening: positions whose row was found
+            (`hits`) or not (`misses`), repeats counted; distinct rows put in (`insertions`), given
+            up for others (`evictions`) and not put in (`admission_refusals`), and those `waited`
+            for because another call was reading them; and the bytes of the rows found, in all and
+            by plane. Distinct rows read for the cache are `insertions` and `admission_refusals`.
         """
         return self._native.stats()
 
@@ -278,13 +279,15 @@ class FileGather:
         """Changes the budget of the cache of rows, also while other threads gather.
 
         Rows in it stay as far as they fit, those wanted most first. While they are moved the old
-        and the new cache together take no more than the larger budget.
+        and the new cache together take no more than the larger budget, and rows that are read are
+        not kept. An exception from a signal handler gives up the rows not moved yet.
 
         Args:
             cache_bytes: As for `FileGather`; 0 gives all of it back.
 
         Raises:
-            ValueError: As on opening; the budget is what it was then. Or closed.
+            ValueError: As on opening; the budget is what it was then. Or closed, or called by a
+                signal handler while this thread is in `resize` already.
         """
         try:
             self._native.resize(budget("cache_bytes", cache_bytes))
@@ -328,10 +331,10 @@ class FileGather:
             Number of listed rows in the cache afterwards.
 
         Raises:
-            CheckpointError: A file of another table or other files, or one that is damaged; nothing
-                is read then.
+            CheckpointError: A file of another table or other files, one that is damaged, or no
+                regular file; nothing is read then.
             FileNotFoundError: No such file.
-            ValueError: There is no cache of rows; or closed.
+            ValueError: There is no cache of rows, or none any more; or closed.
             OSError: A read failed.
         """
         try:
@@ -364,8 +367,8 @@ class FileGather:
         """Serves the same table from new files, without a gap.
 
         Calls under way end with the files they began with, calls that begin later use the new ones,
-        and none sees both. Counters begin anew, and so does the cache of rows. If this fails, the
-        old files go on being served.
+        and none sees both. Counters begin anew, and so does the cache of rows, with the budget that
+        it has. If this fails, the old files go on being served.
 
         Args:
             path: A checkpoint with a table of the same name, planes and encoding, whatever its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 import time
 
@@ -63,7 +64,7 @@ def test_those_who_wait_for_a_row_that_fails_read_it_themselves(disk, table, io)
         for thread in others:
             thread.start()
         # One who waits keeps a deadline of his own.
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match="waiting for rows that another call reads"):
             gather.gather([row], timeout=0.05)
         first.join(20)
         assert outcomes == ["late"]
@@ -73,6 +74,55 @@ def test_those_who_wait_for_a_row_that_fails_read_it_themselves(disk, table, io)
             thread.join(20)
         assert outcomes[1:] == [True] * 3
         assert gather.stats()["cache"]["waited"] >= 3
+
+
+@pytest.mark.parametrize("how", ["gather", "submit"])
+@pytest.mark.parametrize("io", ["pread", "uring", "direct"])
+def test_a_signal_handler_gathers_a_row_that_the_call_under_it_is_reading(disk, table, io, how):
+    """That call goes on when the handler has returned, so there is nobody to wait for."""
+    inside = []
+    with engram.FileGather(disk.path, 0, io=io, cache_bytes="4MiB") as gather:
+        row = 778
+        name, offset = place(gather, row)
+
+        def handler(*_):
+            disk.set(name)
+            begun = time.monotonic()
+            if how == "gather":
+                rows = gather.gather([row, 5], timeout=20)
+            else:
+                rows = gather.submit([row, 5], deadline=20).wait(20)
+            inside.append((right(table, [row, 5], rows), time.monotonic() - begun < 10))
+
+        disk.set(name, stalls=[(offset, offset + 160)])
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            rows = gather.gather([5, row, row])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert right(table, [5, row, row], rows)
+        assert inside == [(True, True)]
+        reads = gather.stats()["reads"]
+        assert right(table, [row], gather.gather([row]))
+        assert gather.stats()["reads"] == reads, "it is cached"
+
+
+def test_a_budget_changed_while_files_are_opened_anew_is_kept(disk, table):
+    with engram.FileGather(disk.path, 0, io="pread", cache_bytes="1MiB") as gather:
+        name, _ = place(gather, 3)
+        disk.set(name, stalls=[(0, 16)], direct_io=True)
+        reopening = threading.Thread(target=gather.reopen)
+        reopening.start()
+        time.sleep(0.2)
+        assert reopening.is_alive()
+        gather.resize("3MiB")
+        disk.set(name)
+        reopening.join(20)
+        assert gather.stats()["calls"] == 0, "the files are new"
+        assert gather.stats()["cache"]["budget_bytes"] == 3 << 20
+        assert right(table, [3, 4], gather.gather([3, 4]))
 
 
 @pytest.mark.parametrize("cached", [48, 20])

@@ -102,7 +102,7 @@ def test_no_memory_may_be_locked(table):
 
 RINGS = [
     pytest.param(errno.EPERM, "io_uring_setup, io_uring_enter", marks=pytest.mark.case("I22")),
-    pytest.param(errno.ENOSYS, "older than 5.11", marks=pytest.mark.case("I23")),
+    pytest.param(errno.ENOSYS, "older than Linux 5.11", marks=pytest.mark.case("I23")),
     pytest.param(errno.ENOMEM, "ulimit -l"),
     pytest.param(errno.EMFILE, "Too many open files"),
 ]

@@ -225,8 +225,10 @@ impl HostBuffer {
         let bytes = self.pages(&bytes)?;
         let (start, length) = (self.start + bytes.start, bytes.end - bytes.start);
         // SAFETY: the range lies in the buffer, which is private and anonymous, so its pages become
-        // zeros. Bytes that become zeros are as good as written by another thread; whoever reads
-        // them meanwhile does so through atomics, or not at all.
+        // zeros: as good as written by another thread. No reference is made to those bytes. Calls
+        // that still use a cache that was given up may copy them meanwhile, by address, under the
+        // sequence lock of their set (`cache/memory.rs`); whoever discards changed that first, so
+        // such a copy is thrown away.
         unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, length) }
     }
 

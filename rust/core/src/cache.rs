@@ -44,8 +44,11 @@ const ATTEMPTS: usize = 4;
 /// Milliseconds after which a lock is taken to be nobody's.
 const PATIENCE: usize = 50;
 
-/// Sets moved to another cache between two looks at the interrupt check.
-const MOVED_AT_ONCE: usize = 4096;
+/// Bytes that are moved to another cache before their memory is given back, about.
+const MOVED_AT_ONCE: usize = 4 << 20;
+
+/// Sets looked at between two looks at the interrupt check: less than a millisecond's work.
+const SETS_PER_CHECK: usize = 1 << 14;
 
 /// What became of a row that was to be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,6 +76,8 @@ pub struct Cache {
     batches: AtomicU64,
     /// Takes no more rows: another cache has come in its place.
     retired: AtomicBool,
+    /// Takes no rows but those that are moved to it: the cache that it replaces still has memory.
+    filling: AtomicBool,
 }
 
 /// Takes numbers that lie close together far apart, one to one.
@@ -124,6 +129,7 @@ impl Cache {
             sets,
             batches: AtomicU64::new(0),
             retired: AtomicBool::new(false),
+            filling: AtomicBool::new(false),
         })
     }
 
@@ -307,18 +313,43 @@ impl Cache {
         false
     }
 
+    /// Whether another cache has come in its place.
+    pub(crate) fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Relaxed)
+    }
+
+    /// From now on, until rows have been moved to it, others are refused.
+    fn begin_filling(&self) {
+        self.filling.store(true, Ordering::Relaxed);
+    }
+
     /// Keeps a row, given plane by plane.
+    ///
+    /// # Panics
+    /// For planes of other lengths than the cache's.
     pub fn insert(&self, id: u64, planes: &[&[u8]]) -> Insertion {
+        if self.filling.load(Ordering::Relaxed) {
+            return Insertion::Refused;
+        }
         self.keep(id, planes, None)
     }
 
     /// Keeps a row that had been counted as wanted `wanted` times, unless all that it could replace
     /// were wanted more.
     pub(crate) fn restore(&self, id: u64, planes: &[&[u8]], wanted: u8) -> Insertion {
+        if self.filling.load(Ordering::Relaxed) {
+            return Insertion::Refused;
+        }
         self.keep(id, planes, Some(wanted))
     }
 
     fn keep(&self, id: u64, planes: &[&[u8]], wanted: Option<u8>) -> Insertion {
+        // Before the lock: a panic under it would leave half a row.
+        let lengths = self.shape.planes().iter().map(|plane| plane.bytes);
+        assert!(
+            lengths.eq(planes.iter().map(|bytes| bytes.len())),
+            "a row of other planes than the cache's"
+        );
         let (place, tag) = self.place(id);
         if tag == 0 {
             return Insertion::Refused;
@@ -343,6 +374,8 @@ impl Cache {
                 _ => return Insertion::Refused,
             },
         };
+        set.changed(way);
+        let line = set.set();
         let old = line.tags[way].load(Ordering::Relaxed);
         line.tags[way].store(tag, Ordering::Relaxed);
         let count = wanted.unwrap_or(0).min(self.policy.most());
@@ -350,15 +383,22 @@ impl Cache {
         for (plane, bytes) in planes.iter().enumerate() {
             self.memory.write_plane(place * WAYS + way, plane, bytes);
         }
-        set.changed(way);
         Insertion::Kept {
             evicted: (old != 0).then(|| self.id(place, old)),
         }
     }
 
-    /// Calls `each` with the id and count of every row, in no order.
-    pub fn for_each(&self, each: &mut dyn FnMut(u64, u8)) {
+    /// Calls `each` with the id and count of every row, in no order. `interrupt` is called now and
+    /// then; an error from it ends the work.
+    pub fn for_each(
+        &self,
+        interrupt: &dyn Fn() -> Result<()>,
+        each: &mut dyn FnMut(u64, u8),
+    ) -> Result<()> {
         for (index, set) in self.memory.sets().iter().enumerate() {
+            if index % SETS_PER_CHECK == SETS_PER_CHECK - 1 {
+                interrupt()?;
+            }
             for (way, tag) in set.tags.iter().enumerate() {
                 let tag = tag.load(Ordering::Relaxed);
                 if tag != 0 {
@@ -366,43 +406,64 @@ impl Cache {
                 }
             }
         }
+        Ok(())
     }
 
     /// Moves every row to `new`, as far as they fit there, and gives memory back as it goes:
-    /// together the two take no more than the larger of them, and some pages. Calls that still use
-    /// this cache find it emptied. `interrupt` is called now and then; an error ends the moving.
+    /// together the two take no more than the larger of them, and some pages. Meanwhile `new` takes
+    /// no other rows. Calls that still use this cache find it emptied. `interrupt` is called now and
+    /// then; after an error from it the other rows are given up.
     pub(crate) fn move_to(&self, new: &Self, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
+        new.begin_filling();
+        let outcome = self.empty(Some(new), interrupt);
+        new.filling.store(false, Ordering::Relaxed);
+        outcome
+    }
+
+    /// Gives all rows up and their memory back, whoever still has this cache in use: it takes no
+    /// more. `interrupt` is called now and then; its error is returned when that is done.
+    pub(crate) fn retire(&self, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
+        self.empty(None, interrupt)
+    }
+
+    fn empty(&self, new: Option<&Self>, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
         self.retired.store(true, Ordering::Relaxed);
+        let mut new = new;
         let planes = self.shape.planes();
         let mut row: Vec<Vec<u8>> = planes.iter().map(|plane| vec![0; plane.bytes]).collect();
+        let mut outcome = Ok(());
         let mut released = Some(0);
+        let step = (MOVED_AT_ONCE / Memory::bytes_per_set(&self.shape)).max(1);
         for index in 0..self.sets {
-            let Some(mut set) = self.lock_patiently(index) else {
+            if let Some(mut set) = self.lock_patiently(index) {
+                set.changed(0);
+                for way in 0..WAYS {
+                    let tag = set.set().tags[way].load(Ordering::Relaxed);
+                    if let Some(new) = new.filter(|_| tag != 0) {
+                        for (plane, bytes) in row.iter_mut().enumerate() {
+                            self.memory.copy_plane(index * WAYS + way, plane, bytes);
+                        }
+                        let planes: SmallVec<[&[u8]; 3]> = row.iter().map(Vec::as_slice).collect();
+                        let count = set.set().counts().of(way);
+                        new.keep(self.id(index, tag), &planes, Some(count));
+                    }
+                    set.set().tags[way].store(0, Ordering::Relaxed);
+                }
+            } else {
                 // Its rows are out of reach, and may be read for as long as this cache lives.
                 released = None;
-                continue;
-            };
-            for way in 0..WAYS {
-                let tag = set.set().tags[way].load(Ordering::Relaxed);
-                if tag == 0 {
-                    continue;
-                }
-                for (plane, bytes) in row.iter_mut().enumerate() {
-                    self.memory.copy_plane(index * WAYS + way, plane, bytes);
-                }
-                let planes: SmallVec<[&[u8]; 3]> = row.iter().map(Vec::as_slice).collect();
-                let count = set.set().counts().of(way);
-                new.restore(self.id(index, tag), &planes, count);
-                set.set().tags[way].store(0, Ordering::Relaxed);
             }
-            set.changed(0);
-            drop(set);
-            if index % MOVED_AT_ONCE == MOVED_AT_ONCE - 1 {
+            if (index + 1).is_multiple_of(step) || index + 1 == self.sets {
                 released = released.map(|from| self.memory.release(from, (index + 1) * WAYS));
-                interrupt()?;
+                if outcome.is_ok() {
+                    outcome = interrupt();
+                }
+                if outcome.is_err() {
+                    new = None;
+                }
             }
         }
-        Ok(())
+        outcome
     }
 
     /// As [`Set::lock`], for one that must have it: only a fork leaves a lock behind.

@@ -142,8 +142,9 @@ impl OpenFile {
                     .map_err(|errno| Error::io("cannot open", &errno.into(), path))?;
                 file
             }
-            None => Arc::new(open_unchanged(path, identity)?),
+            None => Arc::new(open_for_rows(path)?),
         };
+        require_identity(&file, identity, path)?;
         let filesystem = filesystems.of(&file, identity.device);
         // A hint: without it reads of single rows may pull in their neighbourhood.
         let _ = system::advise_random(&file);
@@ -358,18 +359,21 @@ impl Filesystems {
     }
 }
 
-/// Opens the file at `path`, which must still be the one of `identity`.
-fn open_unchanged(path: &Path, identity: Identity) -> Result<File> {
-    let file = OpenOptions::new()
+fn open_for_rows(path: &Path) -> Result<File> {
+    OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_CLOEXEC)
         .open(path)
-        .map_err(|error| open_error(&error, path))?;
+        .map_err(|error| open_error(&error, path))
+}
+
+/// Refuses a file that is not, or no longer, what its header was read of.
+fn require_identity(file: &File, identity: Identity, path: &Path) -> Result<()> {
     let metadata = file
         .metadata()
         .map_err(|error| Error::io("cannot stat", &error, path))?;
     if Identity::of(&metadata) == identity {
-        return Ok(file);
+        return Ok(());
     }
     Err(Error::checkpoint(
         "the file changed between reading its header and opening it for rows; open the checkpoint again",

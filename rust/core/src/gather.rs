@@ -60,10 +60,15 @@ impl Control<'_> {
     /// Looks at the clock; and for an interrupt, where the last look was some time ago: that may
     /// have to wait for the interpreter.
     fn check(&self, checked: &mut Instant) -> Result<()> {
+        self.check_while("copying resident rows", checked)
+    }
+
+    /// The same in the middle of something else.
+    fn check_while(&self, doing: &str, checked: &mut Instant) -> Result<()> {
         let now = Instant::now();
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Err(Error::Timeout {
-                message: "timed out while copying resident rows".to_owned(),
+                message: format!("timed out while {doing}"),
                 place: Box::default(),
             });
         }
@@ -152,7 +157,6 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
 }
 
 fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
-    let armed = proof::arm(requests, started)?;
     let mut report = Report::default();
     let mut kept = false;
     for request in requests {
@@ -166,22 +170,17 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
             .bytes_wanted
             .add(request.ids.len() as u64 * reader.table().row_bytes() as u64);
     }
-    let mut run = |requests: &[Request<'_, '_>], round: &Round<'_>| {
+    let mut run = |requests: &[Request<'_, '_>], begun: Instant| {
         if kept {
-            cached::run(requests, round, &mut report)
+            cached::run(requests, control, begun, &mut report)
         } else {
-            round.run(requests, &[], &mut report)
+            Round::new(requests, control, begun)?.run(requests, &[], &mut report)
         }
     };
     let longest = requests.iter().map(|request| request.ids.len()).max();
     let longest = longest.unwrap_or(0);
-    let round = Round {
-        armed,
-        control,
-        started,
-    };
     if longest <= LONGEST_ROUND {
-        run(requests, &round)?;
+        run(requests, started)?;
         return Ok(report);
     }
     let mut checked = started;
@@ -191,14 +190,7 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
             .iter()
             .map(|request| request.part(start..start + LONGEST_ROUND))
             .collect();
-        let begun = Instant::now();
-        let armed = proof::arm(requests, begun)?;
-        let round = Round {
-            armed,
-            control,
-            started: begun,
-        };
-        run(&parts, &round).map_err(|error| error.moved_by(start as u64))?;
+        run(&parts, Instant::now()).map_err(|error| error.moved_by(start as u64))?;
     }
     Ok(report)
 }
@@ -226,7 +218,7 @@ impl<'r> Request<'r, '_> {
     }
 }
 
-/// What the rounds of one gather have in common.
+/// One round of a gather.
 struct Round<'a> {
     /// Whether rows may be copied from mappings.
     armed: bool,
@@ -234,7 +226,21 @@ struct Round<'a> {
     started: Instant,
 }
 
-impl Round<'_> {
+impl<'a> Round<'a> {
+    /// A round for `requests`, the first at `started` or a later one: what holds of mappings and
+    /// signal handlers may change between two.
+    fn new(
+        requests: &[Request<'_, '_>],
+        control: &'a Control<'a>,
+        started: Instant,
+    ) -> Result<Self> {
+        Ok(Self {
+            armed: proof::arm(requests, started)?,
+            control,
+            started,
+        })
+    }
+
     /// Gets the rows of all `requests`, whose ids have been checked. `arrivals` are told of the rows
     /// of those requests whose places they stand at.
     fn run(

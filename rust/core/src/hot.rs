@@ -3,6 +3,7 @@
 
 mod file;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,8 +14,11 @@ use crate::error::{Error, Result};
 use crate::gather::{Control, Wanted, restore};
 use crate::reader::Reader;
 
-/// Rows that are put in order at a time, about: a few megabytes.
+/// Rows that are put in order at a time, at least: a few megabytes.
 const SORTED_AT_ONCE: u64 = 1 << 18;
+
+/// Looks at the whole cache, at most about: each finds the rows of a range of ids.
+const LOOKS: u64 = 8;
 
 /// Equal parts of the ids that rows are counted by beforehand.
 const PARTS: usize = 1 << 12;
@@ -39,30 +43,22 @@ fn cache_of(reader: &Reader) -> Result<Arc<Cache>> {
 /// `interrupt` is called now and then; an error from it leaves what was at `path` before.
 pub fn save(reader: &Reader, path: &Path, interrupt: &dyn Fn() -> Result<()>) -> Result<u64> {
     let cache = cache_of(reader)?;
-    let rows = reader.table().rows().max(1);
-    let part_of = |id: u64| {
-        let part = u128::from(id) * PARTS as u128 / u128::from(rows);
-        usize::try_from(part).map_or(PARTS - 1, |part| part.min(PARTS - 1))
-    };
+    let width = reader.table().rows().div_ceil(PARTS as u64).max(1);
     let mut counts = vec![0_u64; PARTS];
-    cache.for_each(&mut |id, _| counts[part_of(id)] += 1);
+    cache.for_each(interrupt, &mut |id, _| {
+        let part = usize::try_from(id / width).unwrap_or(PARTS);
+        counts[part.min(PARTS - 1)] += 1;
+    })?;
     let mut writer = Writer::new(path, &Identity::of(reader))?;
     let mut total = 0;
-    let mut part = 0;
     let mut some: Vec<(u64, u8)> = Vec::new();
-    while part < PARTS {
-        let first = part;
-        let mut expected = 0;
-        while part < PARTS && (expected == 0 || expected + counts[part] <= SORTED_AT_ONCE) {
-            expected += counts[part];
-            part += 1;
-        }
+    for ids in ranges(&counts, width) {
         some.clear();
-        cache.for_each(&mut |id, wanted| {
-            if (first..part).contains(&part_of(id)) {
+        cache.for_each(interrupt, &mut |id, wanted| {
+            if ids.contains(&id) {
                 some.push((id, wanted));
             }
-        });
+        })?;
         // A row that was replaced and came back meanwhile may have been seen twice.
         some.sort_unstable();
         some.dedup_by_key(|row| row.0);
@@ -74,18 +70,37 @@ pub fn save(reader: &Reader, path: &Path, interrupt: &dyn Fn() -> Result<()>) ->
     Ok(total)
 }
 
+/// Ranges of ids, ascending and each id in one, with so many rows each that a few looks find them
+/// all: `counts` has the rows of every `width` ids.
+fn ranges(counts: &[u64], width: u64) -> Vec<Range<u64>> {
+    let most = (counts.iter().sum::<u64>() / LOOKS).max(SORTED_AT_ONCE);
+    let mut ranges = Vec::new();
+    let (mut begin, mut end, mut rows) = (0, 0_u64, 0);
+    for &count in counts {
+        if rows > 0 && rows + count > most {
+            ranges.push(begin..end);
+            (begin, rows) = (end, 0);
+        }
+        rows += count;
+        end = end.saturating_add(width);
+    }
+    ranges.push(begin..u64::MAX);
+    ranges
+}
+
 /// Reads the rows listed at `path` into the cache, in the order of the files, those wanted most if
-/// not all fit. Returns how many of them are in the cache then.
+/// not all fit. Returns how many of the listed rows are in the cache then.
 ///
 /// # Errors
-/// A list of another table, or one that is damaged: nothing is read then.
+/// A list of another table, or one that is damaged: nothing is read then. A cache that was given up
+/// meanwhile.
 pub fn load(
     reader: &Reader,
     path: &Path,
     control: &Control<'_>,
     progress: &mut Progress<'_>,
 ) -> Result<u64> {
-    let cache = cache_of(reader)?;
+    let capacity = cache_of(reader)?.capacity();
     let mut rows = Rows::open(path)?;
     check(&rows, &Identity::of(reader))?;
     let mut by_count = [0_u64; 256];
@@ -98,7 +113,7 @@ pub fn load(
         }
     }
     rows.rewind()?;
-    let mut choice = Choice::new(&by_count, cache.capacity());
+    let mut choice = Choice::new(&by_count, capacity);
     let total = choice.total;
     let mut done = 0;
     let mut chunk: Vec<Wanted> = Vec::new();
@@ -111,15 +126,32 @@ pub fn load(
             chunk.push(Wanted { id, wanted });
         }
         if chunk.len() == RESTORED_AT_ONCE || next.is_none() {
-            restore(reader, &cache, &chunk, control)?;
+            // Its budget may have been changed since the last.
+            restore(reader, &cache_of(reader)?, &chunk, control)?;
             done += chunk.len() as u64;
             chunk.clear();
             progress(done, total)?;
         }
         if next.is_none() {
-            return Ok(cache.len().min(total));
+            break;
         }
     }
+    rows.rewind()?;
+    let cache = cache_of(reader)?;
+    present(&mut rows, &cache, control)
+}
+
+/// How many of the rows are in the cache.
+fn present(rows: &mut Rows, cache: &Cache, control: &Control<'_>) -> Result<u64> {
+    let (mut present, mut seen) = (0, 0_usize);
+    while let Some((id, _)) = rows.next()? {
+        present += u64::from(cache.contains(id));
+        seen += 1;
+        if seen.is_multiple_of(RESTORED_AT_ONCE) {
+            (control.interrupt)()?;
+        }
+    }
+    Ok(present)
 }
 
 /// Refuses a list of another table.

@@ -110,11 +110,71 @@ pub struct Plan {
     pub unique: u64,
 }
 
+/// Wants that are sorted, or looked at, between two calls of a check: a few milliseconds of work.
+pub const AT_ONCE: usize = 1 << 16;
+
+/// Wants per part of a large plan that are looked at to say where the part ends.
+const SAMPLES: usize = 64;
+
+/// What wants are sorted by.
+fn order(want: &Want) -> (u32, u64, u32, u32) {
+    (want.file, want.offset, want.lane, want.position)
+}
+
+/// Sorts many wants part by part. `check` is called between; an error from it ends the work.
+fn sorted<E>(wants: Vec<Want>, check: &mut dyn FnMut() -> Result<(), E>) -> Result<Vec<Want>, E> {
+    let sample = wants.iter().step_by(AT_ONCE / SAMPLES);
+    let mut sample: Vec<_> = sample.map(order).collect();
+    sample.sort_unstable();
+    let ends: Vec<_> = sample.into_iter().step_by(SAMPLES).skip(1).collect();
+    let mut parts: Vec<_> = (0..=ends.len())
+        .map(|_| Vec::with_capacity(AT_ONCE))
+        .collect();
+    for some in wants.chunks(AT_ONCE) {
+        for want in some {
+            let part = ends.partition_point(|end| *end <= order(want));
+            parts[part].push(*want);
+        }
+        check()?;
+    }
+    let mut sorted = wants;
+    sorted.clear();
+    for mut part in parts {
+        part.sort_unstable_by_key(order);
+        sorted.append(&mut part);
+        check()?;
+    }
+    Ok(sorted)
+}
+
 impl Plan {
     /// Plans `wants` (reordered in place).
     pub fn new(wants: &mut [Want], rule: Coalesce) -> Self {
+        wants.sort_unstable_by_key(order);
+        let never = &mut || Ok::<_, std::convert::Infallible>(());
+        let Ok(plan) = Self::of_sorted(wants, rule, never);
+        plan
+    }
+
+    /// The same for any number of wants: `check` is called every [`AT_ONCE`] of them, and an error
+    /// from it ends the work.
+    pub fn checked<E>(
+        mut wants: Vec<Want>,
+        rule: Coalesce,
+        check: &mut dyn FnMut() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        if wants.len() <= AT_ONCE {
+            return Ok(Self::new(&mut wants, rule));
+        }
+        Self::of_sorted(&sorted(wants, check)?, rule, check)
+    }
+
+    fn of_sorted<E>(
+        wants: &[Want],
+        rule: Coalesce,
+        check: &mut dyn FnMut() -> Result<(), E>,
+    ) -> Result<Self, E> {
         debug_assert!(rule.unit.is_power_of_two());
-        wants.sort_unstable_by_key(|want| (want.file, want.offset, want.lane, want.position));
         let mut plan = Self {
             copies: Vec::with_capacity(wants.len()),
             ..Self::default()
@@ -122,7 +182,10 @@ impl Plan {
         // End of the current read in whole bytes; the read's own `len` follows from it.
         let mut current: Option<(u32, Range<u64>, u32)> = None;
         let mut previous = None;
-        for want in wants.iter() {
+        for (index, want) in wants.iter().enumerate() {
+            if index % AT_ONCE == AT_ONCE - 1 {
+                check()?;
+            }
             if previous != Some((want.file, want.offset)) {
                 plan.unique += 1;
                 previous = Some((want.file, want.offset));
@@ -150,7 +213,7 @@ impl Plan {
             });
         }
         plan.finish(current);
-        plan
+        Ok(plan)
     }
 
     fn finish(&mut self, read: Option<(u32, Range<u64>, u32)>) {
@@ -215,6 +278,36 @@ mod tests {
         aligned: false,
         limit: 32 << 10,
     };
+
+    #[test]
+    fn a_large_plan_is_the_one_it_would_be_at_once_and_can_be_ended() {
+        let mut random = 7_u64;
+        let mut wants = Vec::new();
+        for position in 0..3 * 65_536 + 5 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            // A third of them the same, the others in a few thousand places of three files.
+            let place = if position % 3 == 0 { 0 } else { random >> 52 };
+            let file = u32::try_from(random >> 40 & 3).unwrap();
+            wants.push(want(file, place * 160, 160, position));
+        }
+        let mut calls = 0;
+        let mut count = || {
+            calls += 1;
+            Ok::<_, ()>(())
+        };
+        let plan = Plan::checked(wants.clone(), PAGES, &mut count).unwrap();
+        assert_eq!(plan, Plan::new(&mut wants.clone(), PAGES));
+        assert!(calls > 9, "{calls}");
+        for last in 1..=calls {
+            let mut calls = 0;
+            let mut stop = || {
+                calls += 1;
+                if calls == last { Err(calls) } else { Ok(()) }
+            };
+            let outcome = Plan::checked(wants.clone(), PAGES, &mut stop);
+            assert_eq!(outcome, Err(last));
+        }
+    }
 
     #[test]
     fn duplicates_are_one_read_and_several_copies() {

@@ -61,9 +61,10 @@ pub fn measure(
     let (mut reads, mut bytes, mut reached) = (0_u64, 0_u64, 0);
     let mut random = Random(seed);
     let started = Instant::now();
-    let deadline = started + duration;
+    // Beyond the clock's range there is none.
+    let deadline = started.checked_add(duration);
     let mut last = started;
-    while last < deadline {
+    while deadline.is_none_or(|deadline| last < deadline) {
         // A batch of reads that are quick ends before it would look.
         interrupt()?;
         let mut wants: Vec<Want> = (0..depth * ROUNDS)
@@ -84,7 +85,7 @@ pub fn measure(
             files: reader.files(),
             ends: &ends,
             direct: reader.mode().direct.is_some(),
-            deadline: Some(deadline),
+            deadline,
             interrupt,
         };
         last = Instant::now();
@@ -175,6 +176,17 @@ mod tests {
                 assert_eq!(rate.gaps.count, rate.reads);
             }
         }
+    }
+
+    #[test]
+    fn a_duration_beyond_the_clock_is_ended_by_an_interrupt() {
+        let folder = Folder::new();
+        let Some(reader) = open(&folder, 5000, Io::Pread) else {
+            return;
+        };
+        let stop = || Err(Error::Cancelled);
+        let outcome = measure(&reader, 4, Duration::MAX, 7, &stop);
+        assert!(matches!(outcome, Err(Error::Cancelled)));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `Reader`: an opened table, and the gathers over one or many of them.
+//! `Reader`: an opened table, and what is done with it.
 //!
 //! The open table sits behind a gate: gathers share it, closing waits for them.
 
@@ -14,12 +14,10 @@ use engram_core::ticket::drain;
 use engram_core::{hot, verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use smallvec::SmallVec;
 
 use crate::buffer::{Ids, Output};
 use crate::errors::{OrRaise as _, value_error};
 use crate::gate::{Entered, Gate};
-use crate::hash::{Inputs, NgramHash, threads_for};
 use crate::interrupts::Interrupts;
 use crate::news;
 use crate::table;
@@ -59,13 +57,21 @@ fn describe<'py>(py: Python<'py>, reader: &CoreReader) -> PyResult<Bound<'py, Py
     table::describe(py, reader.table(), &files)
 }
 
+/// Changes the budget for cached rows.
+fn resize(py: Python<'_>, reader: &CoreReader, cache_bytes: u64) -> PyResult<()> {
+    let interrupts = Interrupts::new(py, None)?;
+    let outcome =
+        py.detach(|| interrupts.run(|control| reader.resize_cache(cache_bytes, control.interrupt)));
+    interrupts.raise(py, outcome)
+}
+
 fn closed(py: Python<'_>) -> PyErr {
     value_error(py, "this FileGather is closed; open a new one")
 }
 
 thread_local! {
     /// Ids of the running call, kept so that a step allocates nothing.
-    static IDS: RefCell<Vec<i64>> = const { RefCell::new(Vec::new()) };
+    pub(crate) static IDS: RefCell<Vec<i64>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Reader {
@@ -261,13 +267,15 @@ impl Reader {
 
     /// Changes the budget for cached rows, 0 for none.
     fn resize(&self, py: Python<'_>, cache_bytes: u64) -> PyResult<()> {
-        let interrupts = Interrupts::new(py, None)?;
-        let entered = self.enter(py)?;
-        let reader = &*entered;
-        let outcome = py.detach(|| {
-            interrupts.run(|control| reader.resize_cache(cache_bytes, control.interrupt))
-        });
-        interrupts.raise(py, outcome)
+        loop {
+            let entered = self.enter(py)?;
+            resize(py, &entered, cache_bytes)?;
+            // Reopened meanwhile: the new files have the budget of before.
+            match self.reader.enter(py) {
+                Some(now) if !Arc::ptr_eq(&now, &entered) => {}
+                _ => return Ok(()),
+            }
+        }
     }
 
     /// Writes the ids of the cached rows to a file; returns how many there are.
@@ -326,9 +334,17 @@ impl Reader {
     fn reopen<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
         let new = Arc::new(self.with(py, |reader| reader.reopen(&path))?);
         let description = describe(py, &new)?;
+        let mut budget = 0;
         self.reader
-            .exchange(py, new, CoreReader::close)
+            .exchange(py, Arc::clone(&new), |old| {
+                budget = old.row_cache().budget();
+                old.close();
+            })
             .ok_or_else(|| closed(py))?;
+        if new.row_cache().budget() != budget {
+            // Changed while the files were opened.
+            resize(py, &new, budget)?;
+        }
         Ok(description)
     }
 
@@ -359,134 +375,13 @@ impl Reader {
     /// Name of what runs.
     #[getter]
     fn runs(&self, py: Python<'_>) -> PyResult<String> {
-        self.with(py, |reader| Ok(reader.mode().name()))
+        self.with(py, |reader| Ok(reader.runs()))
     }
 
     #[getter]
     fn is_closed(&self, py: Python<'_>) -> bool {
         self.reader.is_closed(py)
     }
-}
-
-/// One request of [`gather_many`]: reader, int64 ids, per plane the memory with offset and stride.
-type ManyItem<'py> = (
-    Bound<'py, Reader>,
-    Bound<'py, PyAny>,
-    Vec<(Bound<'py, PyAny>, usize, usize)>,
-    Option<i64>,
-);
-
-/// Gathers rows of several tables in one round of reads.
-#[pyfunction]
-#[pyo3(signature = (requests, timeout = None))]
-pub(crate) fn gather_many(
-    py: Python<'_>,
-    requests: Vec<ManyItem<'_>>,
-    timeout: Option<f64>,
-) -> PyResult<()> {
-    let interrupts = Interrupts::new(py, timeout)?;
-    let mut flats = Vec::with_capacity(requests.len());
-    let mut outputs = Vec::with_capacity(requests.len());
-    for (reader, ids, planes, _) in &requests {
-        reader.get().require_planes(py, planes.len())?;
-        let mut flat = Vec::new();
-        Ids::new(ids)?.append_to(py, &mut flat);
-        flats.push(flat);
-        outputs.push(
-            planes
-                .iter()
-                .map(|(out, _, _)| Output::new(out))
-                .collect::<PyResult<Vec<_>>>()?,
-        );
-    }
-    let entered = requests
-        .iter()
-        .map(|(reader, ..)| reader.get().enter(py))
-        .collect::<PyResult<Vec<_>>>()?;
-    let mut prepared = Vec::with_capacity(requests.len());
-    for ((((reader, _, planes, pad_id), ids), outs), entered) in
-        requests.iter().zip(&flats).zip(&outputs).zip(&entered)
-    {
-        let mut sinks = engram_core::gather::Sinks::new();
-        for (((_, offset, stride), out), bytes) in
-            planes.iter().zip(outs).zip(&reader.get().plane_bytes)
-        {
-            sinks.push(out.sink(py, *offset, *stride, *bytes, ids.len())?);
-        }
-        prepared.push(Request {
-            reader: entered,
-            ids,
-            sinks,
-            pad_id: *pad_id,
-        });
-    }
-    let outcome = py.detach(|| interrupts.run(|control| gather(&prepared, control)));
-    drop(prepared);
-    let news: SmallVec<[_; 4]> = entered.iter().map(|entered| news::of(entered)).collect();
-    drop(entered);
-    let mut told = Ok(());
-    for ((reader, ..), news) in requests.iter().zip(news) {
-        told = told.and(news::tell(reader.as_any(), news));
-    }
-    interrupts.raise(py, outcome)?;
-    told
-}
-
-/// Hashes a step's tokens and gathers the rows of their ids, which never leave this side.
-///
-/// `planes` is per plane of the table the memory with offset and stride, a place per id.
-#[pyfunction]
-#[expect(
-    clippy::too_many_arguments,
-    clippy::needless_pass_by_value,
-    reason = "a step and where its rows go, as Python hands them over"
-)]
-pub(crate) fn gather_tokens(
-    py: Python<'_>,
-    hash: &NgramHash,
-    reader: &Bound<'_, Reader>,
-    tokens: &Bound<'_, PyAny>,
-    query_start_loc: Option<&Bound<'_, PyAny>>,
-    context: Option<&Bound<'_, PyAny>>,
-    planes: Vec<(Bound<'_, PyAny>, usize, usize)>,
-    pad_id: Option<i64>,
-) -> PyResult<()> {
-    let this = reader;
-    let reader = this.get();
-    reader.require_planes(py, planes.len())?;
-    let inputs = Inputs::read(py, tokens, query_start_loc, context)?;
-    let step = inputs.step(hash.core().context_len()).or_raise(py)?;
-    let count = step.tokens().len() * hash.core().heads().count();
-    let outputs = planes
-        .iter()
-        .map(|(out, _, _)| Output::new(out))
-        .collect::<PyResult<Vec<_>>>()?;
-    let mut sinks = engram_core::gather::Sinks::new();
-    for (((_, offset, stride), out), bytes) in planes.iter().zip(&outputs).zip(&reader.plane_bytes)
-    {
-        sinks.push(out.sink(py, *offset, *stride, *bytes, count)?);
-    }
-    let interrupts = Interrupts::new(py, None)?;
-    let entered = reader.enter(py)?;
-    let mut ids = IDS.take();
-    ids.clear();
-    ids.resize(count, 0);
-    let outcome = py.detach(|| {
-        hash.core().ids(&step, &mut ids, threads_for(count))?;
-        let request = Request {
-            reader: &entered,
-            ids: &ids,
-            sinks,
-            pad_id,
-        };
-        interrupts.run(|control| gather(&[request], control))
-    });
-    let news = news::of(&entered);
-    drop(entered);
-    IDS.replace(ids);
-    let told = news::tell(this.as_any(), news);
-    interrupts.raise(py, outcome)?;
-    told
 }
 
 /// Drops the page cache of `paths`; returns the bytes that stayed resident all the same.

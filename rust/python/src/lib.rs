@@ -14,6 +14,7 @@ mod gather;
 mod hash;
 mod hosted;
 mod interrupts;
+mod many;
 mod news;
 mod stats;
 mod step;
@@ -60,13 +61,15 @@ mod _engram {
     #[pymodule_export]
     use crate::errors::CheckpointError;
     #[pymodule_export]
-    use crate::gather::{Reader, drop_cache, gather_many, gather_tokens};
+    use crate::gather::{Reader, drop_cache};
     #[pymodule_export]
     use crate::hash::NgramHash;
     #[pymodule_export]
     use crate::hosted::{Hosted, huge_page_bytes, load_rows, memory_bytes};
     #[pymodule_export]
     use crate::interrupts::{after_fork, at_exit};
+    #[pymodule_export]
+    use crate::many::{gather_many, gather_tokens};
     #[pymodule_export]
     use crate::step::StepGather;
     #[pymodule_export]

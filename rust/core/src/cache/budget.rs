@@ -1,7 +1,7 @@
 //! What a reader has of a cache: the budget, which may change, and what came of it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
@@ -42,13 +42,22 @@ pub struct RowCache {
     plane_bytes: Vec<usize>,
     rows: u64,
     claims: Claims,
-    /// The process that is changing the budget, 0 for none.
-    resizing: AtomicU32,
+    /// Who is changing the budget, as [`who`] names him; 0 for nobody.
+    resizing: AtomicU64,
     stats: CacheStats,
 }
 
+/// The calling thread: its process in the upper half, and a number of its own, from 1 on.
+fn who() -> u64 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    thread_local! {
+        static NUMBER: u32 = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    u64::from(std::process::id()) << 32 | u64::from(NUMBER.with(|number| *number))
+}
+
 /// Whoever changes the budget, until it is dropped.
-struct Turn<'a>(&'a AtomicU32);
+struct Turn<'a>(&'a AtomicU64);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -65,7 +74,7 @@ impl RowCache {
             plane_bytes,
             rows,
             claims: Claims::new(),
-            resizing: AtomicU32::new(0),
+            resizing: AtomicU64::new(0),
             stats: CacheStats::default(),
         }
     }
@@ -112,11 +121,12 @@ impl RowCache {
 
     /// Changes the budget, from now on, to `bytes`, 0 for none. Rows that were in the cache stay as
     /// far as they fit, those wanted most first; meanwhile the two caches together take no more than
-    /// the larger budget. `interrupt` is called now and then; an error from it leaves the new budget
-    /// with the rows moved so far.
+    /// the larger budget, and rows that are read are not kept. `interrupt` is called now and then; an
+    /// error from it leaves the new budget with the rows moved so far.
     ///
     /// # Errors
-    /// A budget too small for any row, or larger than the memory there is.
+    /// A budget too small for any row, or larger than the memory there is; a call from inside
+    /// another one, by its `interrupt`.
     pub fn resize(&self, bytes: u64, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
         self.check(bytes)?;
         let _turn = self.turn(interrupt)?;
@@ -127,9 +137,13 @@ impl RowCache {
         if bytes == 0 {
             self.active.store(false, Ordering::Relaxed);
             self.current.store(None);
-            return Ok(());
+            return old.map_or(Ok(()), |old| old.retire(interrupt));
         }
         let new = Arc::new(Cache::new(bytes, &self.plane_bytes, self.rows, POLICY)?);
+        if old.is_some() {
+            // Before anybody can put a row into it.
+            new.begin_filling();
+        }
         self.current.store(Some(Arc::clone(&new)));
         self.active.store(true, Ordering::Relaxed);
         old.map_or(Ok(()), |old| old.move_to(&new, interrupt))
@@ -160,14 +174,20 @@ impl RowCache {
 
     /// Waits until nobody else changes the budget.
     fn turn(&self, interrupt: &dyn Fn() -> Result<()>) -> Result<Turn<'_>> {
-        let process = std::process::id();
+        let own = who();
         loop {
             let holder = self.resizing.load(Ordering::Relaxed);
+            if holder == own {
+                return Err(Error::value(
+                    "the budget of this cache is being changed by this very thread, and a signal \
+                     handler that runs meanwhile cannot change it too; do so when resize has returned",
+                ));
+            }
             // A holder of another process was a thread of the parent, which is not here.
-            if holder != process
+            if holder >> 32 != own >> 32
                 && self
                     .resizing
-                    .compare_exchange(holder, process, Ordering::Acquire, Ordering::Relaxed)
+                    .compare_exchange(holder, own, Ordering::Acquire, Ordering::Relaxed)
                     .is_ok()
             {
                 return Ok(Turn(&self.resizing));

@@ -3,7 +3,8 @@
 //! Whoever claims a row first reads it. Others register as waiters, read what they have claimed
 //! themselves, and then wait: nobody waits while somebody waits for him. A row that was waited for
 //! is handed over here, whether the cache keeps it or not; if its reader fails or gives up, those
-//! who wait claim it anew.
+//! who wait claim it anew. A wait ends when nothing has come for a while: the reader may be a call
+//! further up the same stack, which a signal handler has interrupted, or wait for one that is.
 //!
 //! The table belongs to one process. A forked child has its own, and waits for no thread that only
 //! its parent has.
@@ -103,6 +104,8 @@ pub(crate) enum Waited {
     Row(Row),
     /// Nobody reads it any more.
     Failed,
+    /// It has not come in time.
+    Late,
 }
 
 impl Claims {
@@ -118,6 +121,12 @@ impl Claims {
             })
         })
     }
+}
+
+/// Whether the table is that of the process that this one was forked from, inside a call: its locks
+/// may be held by threads that are not here, and nobody waits there.
+fn is_of_another_process(table: &(u32, Table)) -> bool {
+    table.0 != std::process::id()
 }
 
 /// The claims of one call: what it did not settle when this is dropped has failed, and what it did
@@ -183,6 +192,12 @@ impl Mine {
 }
 
 impl Mine {
+    /// Numbers a row that is read without a claim, whoever else reads it.
+    pub(crate) fn unclaimed(&mut self) -> Claim {
+        self.rows.push(None);
+        Claim::Mine
+    }
+
     /// The claim made last is settled and does not count.
     pub(crate) fn forget_last(&mut self) {
         self.rows.pop();
@@ -191,6 +206,9 @@ impl Mine {
 
 impl Drop for Mine {
     fn drop(&mut self) {
+        if is_of_another_process(&self.table) {
+            return;
+        }
         for row in self.rows.iter().flatten() {
             self.table.1.settle(*row, None);
         }
@@ -205,23 +223,29 @@ impl Awaited {
         }
     }
 
-    /// Waits for the row claimed last and not waited for; `None` when there is none. `check` is
-    /// called every `period`; after an error from it nothing is waited for any more.
+    /// Waits for the row claimed last and not waited for; `None` when there is none. A row that has
+    /// not come when `patience` is over is late. `check` is called every `period`; after an error
+    /// from it nothing is waited for any more.
     pub(crate) fn next(
         &mut self,
         period: Duration,
+        patience: Duration,
         check: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<(u64, Waited)>> {
         let Some(&row) = self.rows.last() else {
             return Ok(None);
         };
         let (shard, mut rows) = self.table.1.shard(row);
-        let mut looked = Instant::now();
+        let begun = Instant::now();
+        let mut looked = begun;
         let outcome = loop {
             match rows.get(&row).map(|reading| &reading.state) {
                 Some(State::Arrived(bytes)) => break Waited::Row(Arc::clone(bytes)),
                 Some(State::Failed) | None => break Waited::Failed,
                 Some(State::Reading) => {}
+            }
+            if begun.elapsed() >= patience {
+                break Waited::Late;
             }
             if looked.elapsed() >= period {
                 drop(rows);
@@ -244,8 +268,69 @@ impl Awaited {
 
 impl Drop for Awaited {
     fn drop(&mut self) {
+        if is_of_another_process(&self.table) {
+            return;
+        }
         for row in &self.rows {
             Table::leave(&mut self.table.1.shard(*row).1, *row);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> Arc<(u32, Table)> {
+        Claims::new().table().unwrap()
+    }
+
+    fn next(awaited: &mut Awaited, patience: Duration) -> Waited {
+        let period = Duration::from_millis(1);
+        let next = awaited.next(period, patience, &mut || Ok(())).unwrap();
+        next.unwrap().1
+    }
+
+    #[test]
+    fn a_wait_for_a_call_that_does_not_go_on_ends() {
+        let table = table();
+        let mut first = Mine::new(Arc::clone(&table));
+        let mut nothing = Awaited::new(Arc::clone(&table));
+        assert!(matches!(first.claim(7, &mut nothing), Claim::Mine));
+        let mut second = Mine::new(Arc::clone(&table));
+        let mut awaited = Awaited::new(Arc::clone(&table));
+        assert!(matches!(second.claim(7, &mut awaited), Claim::Another));
+        let patience = Duration::from_millis(20);
+        assert!(matches!(next(&mut awaited, patience), Waited::Late));
+        assert!(awaited.rows.is_empty());
+        assert!(matches!(second.unclaimed(), Claim::Mine));
+        second.arrived(0, &|| unreachable!("nobody waits for what was not claimed"));
+        drop(second);
+        // The claim is still the first one's.
+        let mut third = Mine::new(Arc::clone(&table));
+        assert!(matches!(third.claim(7, &mut awaited), Claim::Another));
+        first.arrived(0, &|| Arc::from([9]));
+        let Waited::Row(row) = next(&mut awaited, Duration::ZERO) else {
+            panic!("it has arrived");
+        };
+        assert_eq!(row[..], [9]);
+        assert!(table.1.shard(7).1.is_empty());
+    }
+
+    /// A call that was forked in its middle ends in the child without the parent's locks.
+    #[test]
+    fn what_a_child_has_of_its_parents_claims_is_left_alone() {
+        let parents = Table {
+            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
+        };
+        let parents = Arc::new((std::process::id().wrapping_add(1), parents));
+        let mut mine = Mine::new(Arc::clone(&parents));
+        let mut awaited = Awaited::new(Arc::clone(&parents));
+        assert!(matches!(mine.claim(1, &mut awaited), Claim::Mine));
+        assert!(matches!(mine.claim(1, &mut awaited), Claim::Another));
+        // Held for ever by a thread that is not here: whoever wants it would wait for ever.
+        let held = parents.1.shard(1).1;
+        drop((mine, awaited));
+        assert_eq!(held.get(&1).map(|reading| reading.waiters), Some(1));
     }
 }

@@ -64,7 +64,9 @@ fn serve(cache: &Cache, ids: &[i64], plane_bytes: &[usize]) -> Vec<Option<Vec<Ve
 
 fn ids_of(cache: &Cache) -> Vec<u64> {
     let mut ids = Vec::new();
-    cache.for_each(&mut |id, _| ids.push(id));
+    cache
+        .for_each(&|| Ok(()), &mut |id, _| ids.push(id))
+        .unwrap();
     ids
 }
 
@@ -260,4 +262,165 @@ fn a_lock_that_is_never_given_back_holds_nobody_up() {
     let new = Cache::new(least, &[8], 100, Policy::Counted).unwrap();
     cache.move_to(&new, &|| Ok(())).unwrap();
     assert!(new.is_empty());
+}
+
+/// A cache of so many sets.
+fn empty(sets: u64, planes: &[usize]) -> Cache {
+    let least = Cache::least_bytes(planes, 1000);
+    Cache::new(least * sets, planes, 1000, Policy::Counted).unwrap()
+}
+
+fn full(sets: u64, planes: &[usize]) -> Cache {
+    let cache = empty(sets, planes);
+    let row: Vec<Vec<u8>> = planes.iter().map(|&bytes| vec![7; bytes]).collect();
+    for id in 0..40 * sets {
+        insert(&cache, id, &row);
+    }
+    cache
+}
+
+/// Whoever still has it, a gather or a list being read, finds nothing and puts nothing in.
+#[test]
+fn a_cache_that_was_given_up_is_empty_and_stays_so() {
+    let cache = full(20, &[160]);
+    let before = cache.len();
+    assert!(before > 100);
+    let outcome = cache.retire(&|| Err(Error::Cancelled));
+    assert!(matches!(outcome, Err(Error::Cancelled)));
+    assert!(cache.is_empty() && cache.is_retired());
+    let again = row(1, &[160], 0);
+    assert_eq!(insert(&cache, 1, &again), Insertion::Refused);
+    let planes: Vec<&[u8]> = again.iter().map(Vec::as_slice).collect();
+    assert_eq!(cache.restore(1, &planes, 7), Insertion::Refused);
+    assert!(cache.is_empty());
+}
+
+#[test]
+fn a_cache_takes_no_other_rows_while_rows_are_moved_to_it() {
+    let (old, new) = (full(40, &[160]), empty(40, &[160]));
+    let other = row(5000, &[160], 0);
+    let planes: Vec<&[u8]> = other.iter().map(Vec::as_slice).collect();
+    let tried = std::cell::Cell::new(false);
+    let ids = ids_of(&old);
+    old.move_to(&new, &|| {
+        tried.set(true);
+        assert_eq!(new.insert(5000, &planes), Insertion::Refused);
+        assert_eq!(new.restore(5000, &planes, 7), Insertion::Refused);
+        Ok(())
+    })
+    .unwrap();
+    assert!(tried.get());
+    assert_eq!(ids_of(&new).len(), ids.len());
+    assert!(matches!(insert(&new, 5000, &other), Insertion::Kept { .. }));
+}
+
+/// After an interrupt what was moved stays, the rest is given up, and the new cache is in use.
+#[test]
+fn a_move_that_is_interrupted_leaves_both_caches_usable() {
+    let planes = [350_000];
+    let (old, new) = (full(4, &planes), empty(4, &planes));
+    let outcome = old.move_to(&new, &|| Err(Error::Cancelled));
+    assert!(matches!(outcome, Err(Error::Cancelled)));
+    assert!(old.is_empty());
+    assert!(!new.is_empty() && new.len() <= WAYS as u64);
+    insert(&new, 5000, &[vec![1; 350_000]]);
+    assert!(new.contains(5000));
+}
+
+#[test]
+fn memory_is_given_back_by_bytes_whatever_a_row_weighs() {
+    let moved = std::cell::Cell::new(0);
+    let count = || {
+        moved.set(moved.get() + 1);
+        Ok(())
+    };
+    // A set has 4.5 MB.
+    full(6, &[350_000])
+        .move_to(&empty(6, &[350_000]), &count)
+        .unwrap();
+    assert_eq!(moved.replace(0), 6);
+    full(6, &[8]).move_to(&empty(6, &[8]), &count).unwrap();
+    assert_eq!(moved.get(), 1);
+}
+
+#[test]
+#[should_panic(expected = "a row of other planes")]
+fn rows_of_other_planes_are_refused_before_anything_is_locked() {
+    let cache = full(2, &[16, 8]);
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        cache.insert(1001, &[&[0; 16], &[0; 9]])
+    }));
+    assert!(!cache.contains(1001));
+    assert!(matches!(
+        insert(&cache, 1001, &row(1001, &[16, 8], 0)),
+        Insertion::Kept { .. }
+    ));
+    std::panic::resume_unwind(outcome.unwrap_err());
+}
+
+mod budgets {
+    use super::*;
+
+    fn cached(bytes: u64) -> RowCache {
+        let cache = RowCache::new(vec![160], 1000);
+        cache.resize(bytes, &|| Ok(())).unwrap();
+        cache
+    }
+
+    #[test]
+    fn giving_the_cache_up_empties_it_for_those_who_still_have_it() {
+        let cache = cached(1 << 20);
+        let held = cache.current().unwrap();
+        for id in 0..500 {
+            insert(&held, id, &row(id, &[160], 0));
+        }
+        cache.resize(0, &|| Ok(())).unwrap();
+        assert!(cache.current().is_none() && !cache.is_active());
+        assert!(held.is_empty());
+        assert_eq!(insert(&held, 1, &row(1, &[160], 0)), Insertion::Refused);
+        cache.resize(1 << 20, &|| Ok(())).unwrap();
+        let new = cache.current().unwrap();
+        assert!(matches!(
+            insert(&new, 1, &row(1, &[160], 0)),
+            Insertion::Kept { .. }
+        ));
+    }
+
+    /// A signal handler that runs in the middle.
+    #[test]
+    fn a_change_inside_a_change_is_refused_rather_than_waited_for() {
+        let cache = cached(1 << 20);
+        let tried = std::cell::Cell::new(0);
+        cache
+            .resize(2 << 20, &|| {
+                tried.set(tried.get() + 1);
+                let error = cache.resize(3 << 20, &|| Ok(())).unwrap_err();
+                assert!(error.to_string().contains("signal handler"), "{error}");
+                Ok(())
+            })
+            .unwrap();
+        assert!(tried.get() > 0);
+        assert_eq!(cache.budget(), 2 << 20);
+        cache.resize(3 << 20, &|| Ok(())).unwrap();
+        assert_eq!(cache.budget(), 3 << 20);
+    }
+
+    #[test]
+    fn a_change_on_another_thread_waits_for_its_turn() {
+        let cache = cached(1 << 20);
+        let cache = &cache;
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let outcome = cache.resize(2 << 20, &|| {
+                if !ended.swap(true, Ordering::Relaxed) {
+                    scope.spawn(move || cache.resize(3 << 20, &|| Ok(())).unwrap());
+                    std::thread::sleep(Duration::from_millis(20));
+                    assert_eq!(cache.budget(), 2 << 20);
+                }
+                Ok(())
+            });
+            outcome.unwrap();
+        });
+        assert_eq!(cache.budget(), 3 << 20);
+    }
 }

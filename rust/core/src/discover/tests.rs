@@ -8,6 +8,7 @@ use serde_json::json;
 use super::*;
 use crate::testing::{Folder, Tensor, bf16_scalar, f32_scalar, file_of, header, tensor, tensor_of};
 
+mod choices;
 mod configured;
 mod refused;
 mod variants;

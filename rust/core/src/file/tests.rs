@@ -37,6 +37,25 @@ fn a_file_that_changed_is_refused() {
     assert!(error.to_string().contains("the file changed"));
 }
 
+/// As long as before, but written to between its header and its rows, by way of another descriptor.
+#[test]
+fn a_file_that_stayed_open_and_was_written_to_is_refused() {
+    let (file, described) = temporary(&[0; 10]);
+    let handle = Arc::new(File::open(file.path()).unwrap());
+    let files = std::slice::from_ref(&described);
+    let open = |handle: &Arc<File>| {
+        OpenFile::open_all(files, &[Some(Arc::clone(handle))], Mapping::Never, true)
+    };
+    drop(open(&handle).unwrap());
+    std::fs::write(file.path(), [1; 10]).unwrap();
+    // A clock that stands still between the two would hide it.
+    let later = std::time::SystemTime::now() + std::time::Duration::from_secs(9);
+    file.as_file().set_modified(later).unwrap();
+    let error = open(&handle).unwrap_err();
+    assert!(matches!(error, Error::Checkpoint { .. }));
+    assert!(error.to_string().contains("the file changed"));
+}
+
 #[test]
 fn direct_reads_work_or_say_why_not() {
     let (_file, described) = temporary(&[7; 5000]);

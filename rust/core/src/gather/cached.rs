@@ -19,7 +19,7 @@ pub(super) use arrivals::{Arrivals, Keeper};
 use part::{Missing, Part, Slice, Use};
 
 use super::sweep::{PARALLEL, STRIP, chunks, shares};
-use super::{Belief, Control, Lane, Lanes, Report, Request, Round, Sinks, proof};
+use super::{Belief, Control, Lane, Lanes, Report, Request, Round, proof};
 use crate::buffer::PlaneSink;
 use crate::cache::Cache;
 use crate::crew;
@@ -36,7 +36,8 @@ pub(crate) struct Wanted {
 /// Gathers the rows of `requests`, of which at least one has a cache.
 pub(super) fn run(
     requests: &[Request<'_, '_>],
-    round: &Round<'_>,
+    control: &Control<'_>,
+    started: Instant,
     report: &mut Report,
 ) -> Result<()> {
     let mut parts = Vec::new();
@@ -44,7 +45,7 @@ pub(super) fn run(
     for request in requests {
         match request.reader.row_cache().current() {
             Some(cache) => {
-                let missing = look_up(request, &cache, round)?;
+                let missing = look_up(request, &cache, control, started)?;
                 parts.push(Part::new(
                     request.reader,
                     cache,
@@ -60,13 +61,13 @@ pub(super) fn run(
             }),
         }
     }
-    rounds(&mut parts, others, round, report)?;
+    rounds(&mut parts, others, control, report)?;
     for request in requests
         .iter()
         .filter(|request| request.reader.checks_rows())
     {
         if request.reader.row_cache().is_active() {
-            proof::read_again(&lanes_of(request), round.control)?;
+            proof::read_again(&lanes_of(request), control)?;
         }
     }
     Ok(())
@@ -109,25 +110,18 @@ fn keep(
         .filter(|row| !cache.contains(row.id.cast_unsigned()))
         .collect();
     let mut parts = [Part::new(reader, Arc::clone(cache), wanted_for, missing)?];
-    let started = Instant::now();
-    let request = Request {
-        reader,
-        ids: &[],
-        sinks: Sinks::new(),
-        pad_id: None,
-    };
-    let round = Round {
-        armed: proof::arm(&[request], started)?,
-        control,
-        started,
-    };
     let mut report = Report::default();
-    rounds(&mut parts, Vec::new(), &round, &mut report)?;
+    rounds(&mut parts, Vec::new(), control, &mut report)?;
     Ok(report)
 }
 
 /// Copies what is in the cache; returns what is not.
-fn look_up(request: &Request<'_, '_>, cache: &Cache, round: &Round<'_>) -> Result<Vec<Missing>> {
+fn look_up(
+    request: &Request<'_, '_>,
+    cache: &Cache,
+    control: &Control<'_>,
+    started: Instant,
+) -> Result<Vec<Missing>> {
     let begun = Instant::now();
     let (ids, reader) = (request.ids, request.reader);
     let batch = cache.batch();
@@ -142,14 +136,14 @@ fn look_up(request: &Request<'_, '_>, cache: &Cache, round: &Round<'_>) -> Resul
             missed,
         )
     };
-    let mut checked = round.started;
+    let mut checked = started;
     let mut missed = Vec::new();
     let mut hits = 0;
     let threads = reader.threads();
     if ids.len() * request.sinks.len() < PARALLEL || threads == 1 {
         for range in chunks(ids.len(), STRIP) {
             hits += serve(range, &mut missed);
-            round.control.check(&mut checked)?;
+            control.check(&mut checked)?;
         }
     } else {
         let tasks = shares(std::iter::once(ids.len()), ids.len(), threads);
@@ -162,7 +156,7 @@ fn look_up(request: &Request<'_, '_>, cache: &Cache, round: &Round<'_>) -> Resul
             all.1.append(&mut missed);
         };
         crew::run(tasks.len(), threads - 1, &work, || {
-            round.control.check(&mut checked)
+            control.check(&mut checked)
         })?;
         (hits, missed) = all.into_inner().unwrap_or_else(PoisonError::into_inner);
     }
@@ -210,7 +204,7 @@ fn lanes_of<'a>(request: &'a Request<'_, '_>) -> Lanes<'a> {
 fn rounds(
     parts: &mut [Part<'_>],
     mut others: Vec<Request<'_, '_>>,
-    round: &Round<'_>,
+    control: &Control<'_>,
     report: &mut Report,
 ) -> Result<()> {
     loop {
@@ -219,7 +213,7 @@ fn rounds(
             slices.push(part.take()?);
         }
         if !others.is_empty() || slices.iter().any(|slice| !slice.ids.is_empty()) {
-            read(parts, &slices, &others, round, report)?;
+            read(parts, &slices, &others, control, report)?;
             others.clear();
         }
         if parts.iter().any(|part| part.next < part.missing.len()) {
@@ -227,7 +221,7 @@ fn rounds(
         }
         let mut again = false;
         for part in &mut *parts {
-            again |= part.wait(round.control)?;
+            again |= part.wait(control)?;
         }
         if !again {
             return Ok(());
@@ -240,7 +234,7 @@ fn read(
     parts: &[Part<'_>],
     slices: &[Slice],
     others: &[Request<'_, '_>],
-    round: &Round<'_>,
+    control: &Control<'_>,
     report: &mut Report,
 ) -> Result<()> {
     let mut memories: Vec<Vec<u8>> = slices
@@ -276,7 +270,8 @@ fn read(
         });
     }
     let told: Vec<_> = arrivals.iter().map(Some).collect();
-    let outcome = round.run(&requests, &told, report);
+    let outcome = Round::new(&requests, control, Instant::now())
+        .and_then(|round| round.run(&requests, &told, report));
     outcome.map_err(|error| located(error, parts, slices))?;
     for arrivals in &arrivals {
         arrivals.finish();
@@ -307,6 +302,7 @@ fn located(mut error: Error, parts: &[Part<'_>], slices: &[Slice]) -> Error {
             let first = part.missing[slice.groups[index].start];
             place.position =
                 matches!(part.wanted_for, Use::Serve(_)).then(|| u64::from(first.position));
+            break;
         }
     }
     error

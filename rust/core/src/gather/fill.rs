@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rayon::prelude::*;
+use smallvec::{SmallVec, smallvec};
 
 use super::proof;
 use super::sweep::{Deferred, Rest, is_resident, sweep};
@@ -13,7 +14,7 @@ use crate::fetch::pool::Pool;
 use crate::fetch::{Batch, Cost, Fetch};
 use crate::file::OpenFile;
 use crate::mode::{Engine, Io};
-use crate::plan::{Coalesce, Plan, Read, Want};
+use crate::plan::{AT_ONCE, Coalesce, Plan, Read, Want};
 use crate::reader::Reader;
 use crate::threads;
 
@@ -30,8 +31,9 @@ const WORTH: usize = 8;
 /// From this many rows on, probing is shared among threads.
 const PARALLEL_PROBE: usize = 512;
 
-/// Reads that do not wait between two looks at the clock.
+/// Reads that do not wait between two looks at the clock, and copies of what they bring.
 const READS_PER_CHECK: usize = 256;
+const COPIES_PER_CHECK: usize = 1 << 14;
 
 /// Readers that are read in the same way share one round of reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,8 +95,11 @@ pub(super) fn fill(
             ways.push(way);
         }
     }
+    let mut checked = started;
+    let mut check = || control.check_while("planning reads", &mut checked);
     for way in ways {
         let mut wants = Vec::new();
+        let mut next = AT_ONCE;
         for rest in rests
             .iter()
             .filter(|rest| Way::of(&lanes[rest.lane]) == way)
@@ -104,8 +109,12 @@ pub(super) fn fill(
                     .iter()
                     .map(|&position| want(lanes, rest.lane, position)),
             );
+            if wants.len() >= next {
+                check()?;
+                next = wants.len() + AT_ONCE;
+            }
         }
-        let plan = Plan::new(&mut wants, way.coalesce());
+        let plan = Plan::checked(wants, way.coalesce(), &mut check)?;
         account(lanes, &plan, report);
         for request in requests {
             request.reader.stats().plan.record(started.elapsed());
@@ -202,16 +211,22 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
 pub(super) fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
     report.fetched += plan.copies.len() as u64;
     report.unique_fetched += plan.unique;
+    let mut counts: SmallVec<[(u64, u64); 4]> = smallvec![(0, 0); lanes.len()];
     for read in &plan.reads {
         let mut previous = None;
         for copy in plan.copies_of(read) {
-            let stats = lanes[copy.lane as usize].reader.stats();
-            stats.rows_fetched.add(1);
+            let (rows, unique) = &mut counts[copy.lane as usize];
+            *rows += 1;
             if previous != Some(copy.within) {
-                stats.unique_rows_fetched.add(1);
+                *unique += 1;
                 previous = Some(copy.within);
             }
         }
+    }
+    for (lane, (rows, unique)) in lanes.iter().zip(counts) {
+        let stats = lane.reader.stats();
+        stats.rows_fetched.add(rows);
+        stats.unique_rows_fetched.add(unique);
     }
 }
 
@@ -311,7 +326,7 @@ impl Round<'_> {
                 }
                 // A file was found cut short. All rows lie before the cut, so a read only reached
                 // past it, and comes out whole now that it is known to end there.
-                Err(_) if now != ends => ends = now,
+                Err(Error::Io { .. }) if now != ends => ends = now,
                 Err(error) => return Err(self.locate(error)),
             }
         }
@@ -358,14 +373,17 @@ impl Round<'_> {
             .unwrap_or(0);
         let mut slot = vec![0; longest];
         let mut refused = false;
+        let mut copies = 0;
         for (index, read) in self.plan.reads.iter().enumerate() {
             if refused {
                 left.push(read.clone());
                 continue;
             }
-            if index % READS_PER_CHECK == 0 {
+            if index % READS_PER_CHECK == 0 || copies >= COPIES_PER_CHECK {
                 self.control.check(&mut checked)?;
+                copies = 0;
             }
+            copies += read.copies.len();
             let slot = &mut slot[..read.len as usize];
             let file = &self.files[read.file as usize];
             match file.read_cached_at(slot, read.offset) {

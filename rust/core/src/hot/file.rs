@@ -8,8 +8,9 @@
 //! a block of 0 rows   CRC-32 of everything before (4)
 //! ```
 //!
-//! Numbers are little-endian, a distance is one less than the difference of ids. It is read twice, so that nothing is believed before the checksum has
-//! been seen, and never held in memory.
+//! Numbers are little-endian, a distance is one less than the difference of ids. It is read anew each
+//! time it is gone through, so that nothing is believed before the checksum has been seen, and never
+//! held in memory.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -213,6 +214,25 @@ impl Drop for Writer {
     }
 }
 
+/// Opens a list; never waits for the other end of a pipe.
+fn open(path: &Path) -> Result<File> {
+    let refuse = |error: io::Error| Error::io("cannot read the list of cached rows", &error, path);
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+        .map_err(refuse)?;
+    let kind = file.metadata().map_err(refuse)?.file_type();
+    // Reading a directory fails, and says so.
+    if kind.is_file() || kind.is_dir() {
+        return Ok(file);
+    }
+    Err(Error::checkpoint(
+        "this is no regular file, so it cannot be a list of cached rows; pass one that save_hot wrote",
+        path,
+    ))
+}
+
 /// Reads the rows of a file.
 #[derive(Debug)]
 pub(super) struct Rows {
@@ -230,8 +250,7 @@ pub(super) struct Rows {
 impl Rows {
     /// Opens the file at `path`; only its header has been looked at.
     pub(super) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path)
-            .map_err(|error| Error::io("cannot read the list of cached rows", &error, path))?;
+        let file = open(path)?;
         let mut rows = Self {
             path: path.to_owned(),
             file: BufReader::with_capacity(1 << 16, file),

@@ -103,3 +103,20 @@ fn rows_wanted_most_are_chosen() {
         }
     }
 }
+
+#[test]
+fn ranges_hold_every_id_once_and_are_few() {
+    for (counts, width) in [
+        (vec![0; 10], 5),
+        (vec![1 << 20; 64], 1 << 20),
+        (vec![1; 4096], 1),
+        (vec![1 << 40, 0, 0, 3], u64::MAX / 2),
+    ] {
+        let ranges = ranges(&counts, width);
+        assert_eq!(ranges[0].start, 0);
+        assert_eq!(ranges.last().unwrap().end, u64::MAX);
+        assert!(ranges.is_sorted_by(|left, right| left.end == right.start));
+        assert!(ranges.len() as u64 <= 2 * LOOKS, "{ranges:?}");
+    }
+    assert_eq!(ranges(&[SORTED_AT_ONCE, 1], 10), [0..10, 10..u64::MAX]);
+}

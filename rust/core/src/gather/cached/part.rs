@@ -22,6 +22,9 @@ const PERIOD: Duration = Duration::from_millis(50);
 /// The same for a call with a deadline.
 const SHORT_PERIOD: Duration = Duration::from_millis(1);
 
+/// How long a call waits for rows that another reads when none comes.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// A missing row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Missing {
@@ -51,6 +54,8 @@ pub(super) struct Part<'r> {
     /// Those before have had their round.
     pub(super) next: usize,
     pub(super) awaited: Awaited,
+    /// Others had their time: rows are read whoever else does.
+    impatient: bool,
 }
 
 /// The rows that one round reads for a part.
@@ -76,6 +81,7 @@ impl<'r> Part<'r> {
             wanted_for,
             missing,
             next: 0,
+            impatient: false,
         })
     }
 
@@ -85,6 +91,11 @@ impl<'r> Part<'r> {
 
     /// Claims the next rows that are missing.
     pub(super) fn take(&mut self) -> Result<Slice> {
+        if self.cache.is_retired()
+            && let Some(current) = self.row_cache().current()
+        {
+            self.cache = current;
+        }
         let mut slice = Slice {
             ids: Vec::new(),
             groups: Vec::new(),
@@ -97,7 +108,12 @@ impl<'r> Part<'r> {
             let group = self.group(self.next);
             self.next = group.end;
             let id = self.missing[group.start].id;
-            match mine.claim(id.cast_unsigned(), &mut self.awaited) {
+            let claim = if self.impatient {
+                mine.unclaimed()
+            } else {
+                mine.claim(id.cast_unsigned(), &mut self.awaited)
+            };
+            match claim {
                 Claim::Another => self.row_cache().stats().waited.add(1),
                 Claim::Mine => {
                     slice.ids.push(id);
@@ -192,15 +208,25 @@ impl<'r> Part<'r> {
             // Whoever reads them puts them into the cache.
             return Ok(false);
         }
-        let (period, started) = match control.deadline {
-            None => (PERIOD, Instant::now()),
-            Some(_) => (SHORT_PERIOD, Instant::now()),
+        let period = if control.deadline.is_none() {
+            PERIOD
+        } else {
+            SHORT_PERIOD
         };
-        let mut checked = started;
+        let mut checked = Instant::now();
+        let doing = "waiting for rows that another call reads";
         loop {
+            let patience = if self.impatient {
+                Duration::ZERO
+            } else {
+                PATIENCE
+            };
             let next = self
                 .awaited
-                .next(period, &mut || control.check(&mut checked))?;
+                .next(period, patience, &mut || {
+                    control.check_while(doing, &mut checked)
+                })
+                .map_err(|error| error.in_table(&self.reader.table().name))?;
             let Some((row, outcome)) = next else { break };
             let id = row.cast_signed();
             let start = self.missing.partition_point(|missing| missing.id < id);
@@ -208,6 +234,10 @@ impl<'r> Part<'r> {
             match outcome {
                 Waited::Row(bytes) => self.scatter(&group, &bytes),
                 Waited::Failed => again.extend_from_slice(&self.missing[group]),
+                Waited::Late => {
+                    self.impatient = true;
+                    again.extend_from_slice(&self.missing[group]);
+                }
             }
         }
         again.sort_unstable();
