@@ -63,7 +63,7 @@ NOTHING_TO_RUN = {"docs/figures.md", "docs/reliability.md"}
 NEEDS = {
     "needs cargo and a package index",
     "needs a package index",
-    "needs a checkout, and minutes",
+    "needs a checkout, cargo and half an hour",
     "needs a minute",
     "needs cargo, a package index, 10 GiB of disk and an hour",
     "needs a checkpoint and the extra plot",
