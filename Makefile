@@ -50,8 +50,9 @@ test: $(PLAIN) $(DEV) ## Test the core, then the Python package.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every test is skipped.
-	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+test-gpu: $(PLAIN) $(DEV) ## Test what needs a CUDA device; without one every test is skipped (at most 4 minutes).
+	timeout --foreground --signal=INT --kill-after=15 240 \
+		$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(PLAIN) $(DEV) ## Ten minutes of crowds and faults at random; SOAK_ARGS="--seconds 60 --seed 7".

@@ -79,11 +79,15 @@ def captured(run):
     return graph
 
 
+def excess(found):
+    """Seconds by which the stage takes longer than the look-up at its barest, in a graph."""
+    return found[STAGE][0] - found.get(CAPTURED, found[PINNED])[0]
+
+
 def report(found):
     """Lines for a person, the aim among them."""
     lines = [f"{name:<60}{seconds * 1e6:9.1f} us" for name, (seconds, _) in found.items()]
-    # The look-up at its barest, where there are graphs.
-    more = found[STAGE][0] - found.get(CAPTURED, found[PINNED])[0]
+    more = excess(found)
     verdict = "ok" if more <= AIM else "MISSED"
     return [
         *lines,

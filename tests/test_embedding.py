@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 import engram  # noqa: E402
 from engram import synth  # noqa: E402
-from stage_support import SIZES, Opened, step  # noqa: E402
+from engram.graphwait import NoWaits  # noqa: E402
+from stage_support import SIZES, LateCopier, Opened, step  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -161,11 +162,53 @@ def test_staged_rows_are_those_of_the_last_step(opened, parts):
             rows = gather.gather(torch.from_numpy(ids))
             expected = engram.dequantize(rows, gather, "bfloat16").flatten(-2)
             assert torch.equal(module(torch.zeros(20, dtype=torch.int64)), expected)
+            with pytest.raises(ValueError, match="24 tokens, but the step in the stage has 20"):
+                module(torch.zeros(4, 6, dtype=torch.int64))
+            stage.prepare(np.concatenate([tokens, [-1] * 4]), starts, context)
             padded = module(torch.zeros(4, 6, dtype=torch.int64)).reshape(24, -1)
             assert torch.equal(padded[:20], expected)
             assert not padded[20:].float().abs().any()
         with pytest.raises(ValueError, match="the stage holds 32"):
             module(torch.zeros(33, dtype=torch.int64))
+
+
+def test_a_forward_over_more_than_the_step_is_refused(parts):
+    """Zeros would be taken for rows, above all after a step that failed."""
+    h, gather = parts
+    copier = LateCopier(0)
+    with engram.Stage(gather, h, max_tokens=8, device="cpu", copier=copier) as stage:
+        module = engram.NgramEmbedding(h, dtype=torch.bfloat16)
+        module.bind_stage(stage)
+        some, none = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.int64)
+        assert module(none).shape[:2] == (1, 0)
+        with pytest.raises(ValueError, match="3 tokens, but the step in the stage has 0"):
+            module(some)
+        stage.prepare([1, 2, 3])
+        copier.flush()
+        assert module(some).any()
+        for failing in (lambda: stage.prepare([1, -5, 2]), lambda: stage.prepare([1] * 9)):
+            stage.prepare([1, 2, 3])
+            with pytest.raises(ValueError, match="-5|9 tokens"):
+                failing()
+            with pytest.raises(ValueError, match="the step before may have failed"):
+                module(some)
+        copier.is_capturing = True
+        assert module(some).shape[:2] == (1, 3), "graphs are as long as they are"
+        copier.is_capturing = False
+        stage.prepare(np.zeros(3, np.int64), [0])
+        assert module(some).shape[:2] == (1, 3), "a run that warms up"
+
+        late = stage.late(4, driver=NoWaits("no graphs here"))
+        seen = []
+        longer = torch.zeros(4, dtype=torch.int64)
+        late.run(lambda: seen.append(module(longer)), [1, 2])
+        late.launch(lambda: seen.append(module(longer)))
+        assert late.fill([-5]) == 0
+        with pytest.raises(ValueError, match="-5"):
+            late.finish()
+        assert [len(values) for values in seen] == [4, 4]
+        with pytest.raises(ValueError, match="step in the stage has 0"):
+            module(longer)
 
 
 def test_importing_engram_imports_no_torch():

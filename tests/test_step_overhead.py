@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from engram import synth
-from step_overhead import CAPTURED, PINNED, STAGE, median_seconds, report
+from step_overhead import AIM, CAPTURED, PINNED, STAGE, excess, median_seconds, report
 
 
 def test_every_way_brings_the_same_rows(tmp_path):
@@ -29,3 +29,4 @@ def test_the_aim_is_told(seconds, verdict):
     assert verdict in report(found)[-1]
     barest = {**found, PINNED: (9.0, None), CAPTURED: (1e-5, None)}
     assert verdict in report(barest)[-1]
+    assert (excess(found) <= AIM) == (excess(barest) <= AIM) == (verdict == "ok")

@@ -209,7 +209,7 @@ def test_hub_names_are_downloaded(directories, monkeypatch):
 
 
 MEMORY = """
-import json, pathlib, re, sys
+import json, pathlib, re, sys, threading
 import torch, transformers
 import engram
 from engram.integrations.transformers import from_pretrained
@@ -238,11 +238,27 @@ load(small).generate(ids, max_new_tokens=2, do_sample=False)
 # Pages that are cached already may be mapped by the folio, wanted or not.
 engram.drop_cache(list(pathlib.Path(path).glob("*.safetensors")))
 before, _ = memory(path)
-model = load(path)
-out = model.generate(ids, max_new_tokens=5, do_sample=False)
-anonymous, mapped = memory(path)
+samples, over = [], threading.Event()
+
+def watch():
+    while not over.wait(0.02):
+        samples.append(memory(path))
+
+thread = threading.Thread(target=watch)
+thread.start()
+try:
+    model = load(path)
+    loaded = len(samples)
+    out = model.generate(ids, max_new_tokens=5, do_sample=False)
+finally:
+    over.set()
+    thread.join()
+during = len(samples)
+samples.append(memory(path))
+anonymous, mapped = (max(sizes) for sizes in zip(*samples))
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 found = {"grown": anonymous - before, "mapped": mapped, "peak": peak, "out": out.tolist()}
+found["samples"] = [loaded, during - loaded]
 print(json.dumps(found))
 """
 
@@ -279,6 +295,7 @@ def test_the_process_never_holds_the_table(tmp_path, directories):
         )
         found[how] = json.loads(result.stdout)
     assert found["served"]["out"] == found["plain"]["out"]
+    assert min(found["served"]["samples"]) > 0, "while it is loaded, and while it generates"
     assert found["plain"]["grown"] + found["plain"]["mapped"] > table, "the measure sees tables"
     assert found["served"]["mapped"] < table / 4
     assert found["served"]["grown"] < table / 2

@@ -130,8 +130,9 @@ class NgramEmbedding(nn.Module):
         """Serves the rows that `Stage.prepare` has put into the stage's fixed buffer.
 
         The forward then reads nothing but that buffer, and can be captured into a CUDA graph:
-        tokens are taken to be those of the last `prepare`, in order, and the model's cache is left
-        alone.
+        tokens are taken to be those of the last `prepare`, in order, padding included, and the
+        model's cache is left alone. A run that warms up for a capture needs a step as long, of
+        padding if need be: `stage.prepare(tokens, [0])`.
 
         Raises:
             KeyError: The stage has no such table.
@@ -177,7 +178,8 @@ class NgramEmbedding(nn.Module):
         Raises:
             RuntimeError: No table is bound.
             ValueError: A token is outside the vocabulary (`out_of_vocab` of the hash), or the step
-                in the stage has fewer tokens.
+                in the stage has fewer tokens, as after a step that failed. A capture, and what a
+                late step launches, may run over more: rows behind the step are zeros.
         """
         if self._bound is None:
             raise RuntimeError(
@@ -187,12 +189,9 @@ class NgramEmbedding(nn.Module):
         if self._stage is not None:
             stage, table = self._stage
             count = input_ids.numel()
-            if count > stage.max_tokens:
-                raise placed(
-                    ValueError(f"{count} tokens, but the stage holds {stage.max_tokens} at most")
-                )
-            values = self._values(_first(stage.rows(table), count))
-            return values.reshape(*input_ids.shape, -1)
+            stage._require_step(count)
+            values = self._values(_first(stage.rows(table), count)).flatten(-2)
+            return values.reshape(*input_ids.shape, values.shape[-1])
         context = self._context(input_ids, cache)
         if self._storage is None:
             shape = (*input_ids.shape, self.hasher.heads * self._columns)

@@ -81,6 +81,8 @@ class LateStep:
         """When the graph was launched that has no rows yet."""
         self._number = 0
         """Of the last launch."""
+        self.launching = False
+        """Whether a launch that was kept back is being made now."""
         self._held: Callable[[], Any] | None = None
         """The launch kept back, where the device cannot wait."""
         self._debts = 0
@@ -225,10 +227,11 @@ class LateStep:
             if not self.waits:
                 return self._fill_then_launch(tokens, query_start_loc, context)
             assert self._gathered is not None
-            count, error = 0, None
+            count, given, error = 0, 0, None
             try:
                 self._require_host(tokens, query_start_loc, context)
                 arguments = self._stage._on_host(tokens, query_start_loc, context)
+                given = int(arguments[0].size)
                 with self._state:
                     self._gathering = time.monotonic()
                 count = self._gathered.native.run(*arguments)
@@ -239,8 +242,10 @@ class LateStep:
             if error is not None and not isinstance(error, Exception):
                 raise error
             failed = given_up or error is not None
-            self._stage._filled_late(0 if failed else count, failed=failed)
-            return 0 if failed else count
+            if failed:
+                count = given = 0
+            self._stage._filled_late(count, given, failed=failed)
+            return count
 
     def finish(self) -> None:
         """Raises what went wrong since the last call; the next step works.
@@ -318,7 +323,11 @@ class LateStep:
     def _launch_held(self) -> None:
         replay, self._held = self._held, None
         assert replay is not None
-        replay()
+        self.launching = True
+        try:
+            replay()
+        finally:
+            self.launching = False
 
     def _require_host(self, *arguments: Any) -> None:
         for value in arguments:
@@ -386,6 +395,7 @@ class LateStep:
     def _give_up(self, error: Exception) -> None:
         """Fills the launch with zeros, now or when its turn comes."""
         assert self._word is not None
+        self._stage._lose_late()
         self._launched = None
         self._fail(error)
         if self._debts or self._word.get() != TAKEN:

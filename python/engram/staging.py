@@ -98,6 +98,8 @@ class Stage:
         self._turn = 0
         self._step = -1
         self._tokens = 0
+        self._given = 0
+        """Tokens of the step, padding included; 0 after a failed step."""
         self._reach = 0
         """Rows behind this many tokens are zeros on the device."""
         self._late: list[LateStep] = []
@@ -161,6 +163,7 @@ class Stage:
                 self._lookahead.forget(before=number + 1)
             self._turn = (self._turn + 1) % len(self._slots)
             self._tokens = self._reach = count
+            self._given = int(arguments[0].size)
             self._counts["steps"] += 1
             return count
 
@@ -347,17 +350,37 @@ class Stage:
         for buffer in self._buffers:
             buffer.require_in_place()
 
+    def _require_step(self, tokens: int) -> None:
+        """Refuses a forward that reads more than the step; graphs are as long as they are."""
+        if tokens > self._max_tokens:
+            raise placed(
+                ValueError(f"{tokens} tokens, but the stage holds {self._max_tokens} at most")
+            )
+        if tokens <= self._given or self._copier.capturing():
+            return
+        if not any(late.pending or late.launching for late in self._late):
+            raise placed(
+                ValueError(
+                    f"{tokens} tokens, but the step in the stage has {self._given}: call prepare "
+                    "with these tokens first (the step before may have failed)"
+                )
+            )
+
     def _launched_late(self, tokens: int) -> None:
         """A graph was launched that fetches the rows of `tokens` tokens."""
         self._copier.reread()
         with self._lock:
             self._reach = max(self._reach, tokens)
 
-    def _filled_late(self, count: int, *, failed: bool) -> None:
+    def _filled_late(self, count: int, given: int, *, failed: bool) -> None:
         with self._lock:
-            self._tokens = count
+            self._tokens, self._given = count, given
             self._step += 1
             self._counts["failed" if failed else "steps"] += 1
+
+    def _lose_late(self) -> None:
+        """A graph will bring zeros. Without the lock, as its holder may wait for the late step."""
+        self._tokens = self._given = 0
 
     def _on_host(self, tokens: Any, starts: Any, context: Any) -> tuple[Any, Any, Any]:
         return self._tables[0].hasher._step(tokens, starts, context)
@@ -373,7 +396,7 @@ class Stage:
 
     def _discard(self, slot: Slot, *, filled: bool) -> None:
         """Leaves zeros where a failed step's rows, or the step before's, would be taken for it."""
-        before, self._tokens, self._reach = self._reach, 0, 0
+        before, self._tokens, self._given, self._reach = self._reach, 0, 0, 0
         if filled:
             slot.clear()
         slot.upload(0, max(before, self._max_tokens if filled else 0))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engram
 from engram import synth
 from stage_support import SIZES, Opened, addresses, assert_rows, step
-from step_overhead import STAGE, median_seconds, report
+from step_overhead import AIM, STAGE, excess, median_seconds, report
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA does not answer")
 
@@ -77,7 +77,7 @@ def test_a_thousand_replays_read_the_rows_of_their_step(opened):
         module = engram.NgramEmbedding(h, dtype=torch.bfloat16)
         module.bind_stage(stage)
         tokens = torch.zeros(32, dtype=torch.int64, device="cuda")
-        stage.prepare([1])
+        stage.prepare(np.zeros(32, np.int64), [0])
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -89,17 +89,27 @@ def test_a_thousand_replays_read_the_rows_of_their_step(opened):
             with pytest.raises(RuntimeError, match="being captured"):
                 stage.prepare([1])
             assert stage.prefetch([1]) is False
+        place = values.data_ptr()
+        # Compared on the device, so that no replay is followed by a synchronisation.
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        compared = 0
         for seed in range(1000):
             arguments = step(h, seed, tokens=1 + seed % 32)
             stage.prepare(*arguments)
             graph.replay()
-            if seed % 10 == 0:
-                torch.cuda.synchronize()
-                ids = torch.from_numpy(h.ids(*arguments))
-                wanted = engram.dequantize(gather.gather(ids), gather, "bfloat16").flatten(-2)
-                held = values.cpu()
-                assert torch.equal(held[: len(ids)].view(torch.int16), wanted.view(torch.int16))
-                assert not held[len(ids) :].float().any()
+            ids = torch.from_numpy(h.ids(*arguments))
+            wanted = engram.dequantize(gather.gather(ids), gather, "bfloat16").flatten(-2)
+            wanted = torch.nn.functional.pad(wanted, (0, 0, 0, 32 - len(ids)))
+            wanted = wanted.pin_memory().cuda(non_blocking=True).view(torch.int16)
+            wrong += (values.view(torch.int16) != wanted).sum()
+            compared += len(ids)
+        assert compared == sum(1 + seed % 32 for seed in range(1000))
+        assert wrong.item() == 0
+        assert values.data_ptr() == place
+        # What is compared can differ.
+        stage.prepare(*step(h, 1, tokens=32))
+        graph.replay()
+        assert (values.view(torch.int16) != wanted).any()
 
 
 def test_a_failed_step_leaves_zeros_and_the_next_works(opened, stage):
@@ -134,9 +144,14 @@ def test_copies_overlap_work_that_reads_no_rows(opened, stage):
 
 def test_overhead_of_a_decode_step(tmp_path, capsys):
     info = synth.write(tmp_path / "c", "qwen", rows=200_000, dtype="fp8")
-    found = median_seconds(info.directory, "cuda")
-    first = found[STAGE][1]
-    for name, (_, rows) in found.items():
-        assert np.array_equal(rows, first), name
-    with capsys.disabled():
-        print("", *report(found), sep="\n")
+    # The best of three: others may use the processors meanwhile.
+    for _ in range(3):
+        found = median_seconds(info.directory, "cuda")
+        first = found[STAGE][1]
+        for name, (_, rows) in found.items():
+            assert np.array_equal(rows, first), name
+        with capsys.disabled():
+            print("", *report(found), sep="\n")
+        if excess(found) <= AIM:
+            return
+    pytest.fail(report(found)[-1])
