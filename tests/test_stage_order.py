@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import engram  # noqa: E402
-from engram import synth  # noqa: E402
+from engram import slots, synth  # noqa: E402
 from stage_support import SIZES, LateCopier, Opened, assert_rows, step  # noqa: E402
 
 
@@ -65,6 +65,25 @@ def test_copies_that_only_claim_to_be_done_are_caught_by_the_test_above(qwen):
     copier = LateCopier()
     copier.lies = True
     assert wrong_steps(qwen, copier, 2) > 100
+
+
+@pytest.mark.parametrize(("most", "copies"), [(slots.MOST_IN_PASSING, 2), (0, 4)])
+def test_a_table_is_one_copy_also_of_several_planes(deepseek, monkeypatch, most, copies):
+    """Planes of short rows come whole, with zeros where the step has no rows."""
+    monkeypatch.setattr(slots, "MOST_IN_PASSING", most)
+    h, copier = deepseek.hashers[0], LateCopier(0)
+    with staged(deepseek, copier=copier) as stage:
+        for seed, tokens in enumerate([64, 40, 3, 0, 7, 64, None, 1, 1, 0, 0, 20, 64, 64, None, 2]):
+            if tokens is None:
+                with pytest.raises(ValueError, match="-5"):
+                    stage.prepare([1, -5])
+                arguments = (np.empty(0, np.int64), None, None)
+            else:
+                arguments = step(h, seed, tokens=tokens)
+                stage.prepare(*arguments)
+            copier.flush()
+            assert_rows(stage, deepseek, arguments)
+            assert len(copier.landed[-1]) == (copies if tokens else 0)
 
 
 @pytest.mark.case("R08")
