@@ -188,7 +188,7 @@ def test_a_forward_over_more_than_the_step_is_refused(parts):
         assert module(some).any()
         for failing in (lambda: stage.prepare([1, -5, 2]), lambda: stage.prepare([1] * 9)):
             stage.prepare([1, 2, 3])
-            with pytest.raises(ValueError, match="-5|9 tokens"):
+            with pytest.raises(ValueError, match=r"-5|9 tokens"):
                 failing()
             with pytest.raises(ValueError, match="the step before may have failed"):
                 module(some)

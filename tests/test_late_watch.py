@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from engram import _notices, late  # noqa: E402
+from engram import _notices, late
 
 TESTS = Path(__file__).parent
 

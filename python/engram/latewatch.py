@@ -46,7 +46,6 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._inherited: list[set[Watched]] = []
         """Kept in a child as it was: to give it up would be to call CUDA, which no child may."""
-        atexit| None = None
         atexit.register(self.release)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_anew)

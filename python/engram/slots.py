@@ -68,9 +68,9 @@ class _Lane:
     """One table's part of a slot, and where it is copied to.
 
     Planes lie in a slot as they do on the device, so that one copy brings them all: whole planes of
-    short rows, such as block scales, and as much as is needed of the last. A slot keeps zeros behind
-    the rows of a step in the former. Where these are large, or the slot holds fewer tokens than the
-    device, each plane is a copy.
+    short rows, such as block scales, and as much as is needed of the last. A slot keeps zeros
+    behind the rows of a step in the former. Where these are large, or the slot holds fewer tokens
+    than the device, each plane is a copy.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _Lane:
             len(self.planes) > 1 and max_tokens == buffer.tokens and self._last <= MOST_IN_PASSING
         )
         self._held = 0
-        """Rows behind this many tokens are zeros in all planes but the last, if these are joined."""
+        """Rows behind this many tokens are zeros in all planes but the last, if joined."""
 
     def clear_behind(self, count: int) -> None:
         """Zeros behind the rows of `count` tokens, wherever they are copied in passing."""
@@ -149,7 +149,9 @@ class Slot:
             planes = table.gather.planes
             self._lanes.append(lane)
             self.planes.append([lane.planes[plane.name] for plane in planes])
-            targets = [(self.memory, base + begins[plane.name], plane.row_bytes) for plane in planes]
+            targets = [
+                (self.memory, base + begins[plane.name], plane.row_bytes) for plane in planes
+            ]
             pad_id = table.hasher.dead_id
             requests.append((table.hasher._native, table.gather._native, targets, pad_id))
         self.native = _engram.StepGather(requests, max_tokens)
@@ -175,7 +177,7 @@ class Slot:
         )
 
     def take(self, other: Slot, count: int, before: int) -> None:
-        """The first `count` tokens' rows of another; zeros behind them as far as rows went before."""
+        """The first `count` tokens' rows of another; zeros behind, as far as rows went before."""
         for ours, theirs in zip(self.planes, other.planes, strict=True):
             for plane, source in zip(ours, theirs, strict=True):
                 plane[:count] = source[:count]
