@@ -80,6 +80,7 @@ def read(path: Path) -> None:
             buffer.collapse(0, buffer.nbytes)
         with contextlib.suppress(RuntimeError):  # without CUDA
             buffer.pin()
+            print("seen by the device at", buffer.device_address)
             buffer.unpin()
         buffer.store_word(0, 7)  # four bytes at once, for those who look on meanwhile
         assert buffer.load_word(0) == 7
@@ -229,6 +230,7 @@ def places(path: Path) -> None:
     """Where a table lives, decided by a configuration; tables from a loader's views."""
     config = engram.EngramConfig(disk_offload=True)
     assert engram.EngramConfig.from_json('{"host_file_gather": true}') == config
+    assert engram.EngramConfig.from_json(config.to_json()) == config
     assert engram.EngramConfig.from_dict(config.to_dict()) == engram.EngramConfig.of(config)
     parallel = {"data_parallel_size": 1}
     model = json.loads((path / "config.json").read_text())
@@ -291,6 +293,8 @@ def ranks(path: Path) -> None:
             once = engram.ReadOncePerNode(lookup, gather.row_bytes, groups.within_replica())
             assert torch.equal(sharded(ids), lookup(ids))
             assert torch.equal(once(ids), lookup(ids))
+            with contextlib.suppress(IndexError):  # what a rank without usable ids does instead
+                sharded.refuse(IndexError("these are no row ids"))
             print(sharded.stats(), once.stats())
         finally:
             torch.distributed.destroy_process_group()

@@ -157,8 +157,8 @@ class Collective:
 def carried(tensor: Any, group: Any) -> Any:
     """A tensor where a group's backend takes it: itself, or a copy on the other side.
 
-    NCCL takes tensors on devices alone, and what gloo does with those differs by collective; ids may
-    be on either side all the same.
+    NCCL takes tensors on devices alone, and what gloo does with those differs by collective; ids
+    may be on either side all the same.
     """
     backends = _backends(group)
     if backends is None:

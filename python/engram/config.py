@@ -400,11 +400,12 @@ class _Sharing:
         if config is None:
             return None
         written = config.__dict__.get(self.NAME)
-        if written is not None or sys._getframe(1).f_code in self._COPIERS:
+        caller = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage]
+        if written is not None or caller in self._COPIERS:
             return written
         return config.__dict__.get(self.RESOLVED)
 
-    def __set__(self, config: EngramConfig, value: bool | None) -> None:
+    def __set__(self, config: EngramConfig, value: bool | None) -> None:  # noqa: FBT001
         config.__dict__[self.NAME] = value
         config.__dict__.pop(self.RESOLVED, None)
 

@@ -81,7 +81,7 @@ class LateStep:
         """When the graph was launched that has no rows yet."""
         self._number = 0
         """Of the last launch."""
-        self.launching = False
+        self._launching = False
         """Whether a launch that was kept back is being made now."""
         self._held: Callable[[], Any] | None = None
         """The launch kept back, where the device cannot wait."""
@@ -323,11 +323,11 @@ class LateStep:
     def _launch_held(self) -> None:
         replay, self._held = self._held, None
         assert replay is not None
-        self.launching = True
+        self._launching = True
         try:
             replay()
         finally:
-            self.launching = False
+            self._launching = False
 
     def _require_host(self, *arguments: Any) -> None:
         for value in arguments:

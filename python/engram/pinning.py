@@ -94,8 +94,8 @@ class Pinning:
     def device_address(self) -> int:
         """Where the current device finds the first byte.
 
-        With one address space for host and devices that is the host's own address; CUDA is asked all
-        the same, where anything here can ask it.
+        With one address space for host and devices that is the host's own address; CUDA is asked
+        all the same, where anything here can ask it.
 
         Raises:
             RuntimeError: CUDA does not know the memory, or scatters its segments.
@@ -110,7 +110,9 @@ class Pinning:
                 reason = _reason(self._runtime, int(status))
                 clear_last_error(self._runtime)
                 raise placed(
-                    RuntimeError(f"CUDA gives no device pointer to registered host memory: {reason}")
+                    RuntimeError(
+                        f"CUDA gives no device pointer to registered host memory: {reason}"
+                    )
                 )
             found.append(int(there) - segment)
         if len(set(found)) > 1:
@@ -185,4 +187,3 @@ def _native(cuda: str, hip: str) -> Any:
             if name.startswith(library):
                 return getattr(ctypes.CDLL(path), function, None)
     return None
-

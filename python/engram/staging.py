@@ -358,7 +358,7 @@ class Stage:
             )
         if tokens <= self._given or self._copier.capturing():
             return
-        if not any(late.pending or late.launching for late in self._late):
+        if not any(late.pending or late._launching for late in self._late):
             raise placed(
                 ValueError(
                     f"{tokens} tokens, but the step in the stage has {self._given}: call prepare "

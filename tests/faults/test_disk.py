@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 import time
 from pathlib import Path
@@ -268,3 +269,30 @@ def test_every_gathered_row_is_verified_on_demand(disk, table):
     seen = child(script, disk.path, env={"ENGRAM_VERIFY": "1"})
     assert (seen["errno"], seen["row"], seen["position"]) == (errno.EIO, 6000, 10)
     assert "ENGRAM_VERIFY" in seen["text"]
+
+
+@pytest.mark.parametrize("io", UNCACHED)
+def test_an_interrupt_while_a_file_is_cut_is_an_interrupt(disk, io):
+    """Reads that met the new end are made again; a call that was told to end is not."""
+
+    class Interrupted(Exception):
+        pass
+
+    with engram.FileGather(disk.path, 0, io=io) as gather:
+        row = 3
+        name, offset = place(gather, row)
+        length = (disk.path / name).stat().st_size
+
+        def handler(*_):
+            disk.set(name, size=length - 100)
+            raise Interrupted
+
+        disk.set(name, stalls=[(offset, offset + 160)])
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Interrupted):
+                gather.gather([row])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

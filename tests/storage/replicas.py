@@ -222,9 +222,7 @@ def _open_in_groups(topology, table, tensor, data, config, **topology_too):
     import engram
 
     rank = topology["data_parallel_rank"]
-    dist.init_process_group(
-        "gloo", store=topology["store"], rank=rank, world_size=tensor * data
-    )
+    dist.init_process_group("gloo", store=topology["store"], rank=rank, world_size=tensor * data)
     parallel = {
         "tensor_parallel_size": tensor,
         "tensor_parallel_rank": rank % tensor,
@@ -239,9 +237,7 @@ def _open_in_groups(topology, table, tensor, data, config, **topology_too):
     return storage
 
 
-def look_up(
-    topology, path, tensor, data, config, steps, table=None, topology_too=None, io="auto"
-):
+def look_up(topology, path, tensor, data, config, steps, table=None, topology_too=None, io="auto"):
     """What each of this replica's look-ups gives: rows, or an exception with its attributes.
 
     Args:

@@ -173,7 +173,7 @@ def test_the_address_on_the_device_is_the_one_that_cuda_gives():
     with pytest.raises(RuntimeError, match="apart from one another"):
         pinning.device_address()
     runtime.registered.clear()
-    with pytest.raises(RuntimeError, match="gives no device pointer.*invalid argument"):
+    with pytest.raises(RuntimeError, match=r"gives no device pointer.*invalid argument"):
         pinning.device_address()
     runtime.launch()
 

@@ -331,9 +331,9 @@ def test_the_file_storage_takes_its_table_out_of_a_loader_with_several(checkpoin
                 storage.load(loader)
                 ids = some_ids(storage.num_rows, 50)
                 check_rows(storage.lookup(ids), info.tables[place], ids)
-        with engram.open_storage({"disk_offload": True}, announced[0]) as storage:
-            with pytest.raises(RuntimeError, match="bound already"):
-                storage.load(loader)
+        again = engram.open_storage({"disk_offload": True}, announced[0])
+        with pytest.raises(RuntimeError, match="bound already"):
+            again.load(loader)
 
 
 def test_names_in_a_loader_may_lack_a_segment(checkpoint):

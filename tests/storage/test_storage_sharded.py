@@ -280,7 +280,7 @@ def test_one_rank_of_a_machine_reads_files_for_all(checkpoint, tmp_path):
         "tensor": 2,
         "data": 1,
         "config": {"disk_offload": True},
-        "io": "pread",
+        "io": "direct",
         "steps": steps,
     }
     once = run(2, tmp_path, "look_up", topology_too={"read_once_per_node": True}, **common)
@@ -320,7 +320,9 @@ def test_reading_once_is_refused_where_it_means_nothing(checkpoint):
     with pytest.raises(ValueError, match="read_once_per_node=True needs groups"):
         engram.open_storage({"disk_offload": True}, path, parallel=once)
     with pytest.raises(ValueError, match="read_once_per_node must be True or False, got 1"):
-        engram.open_storage({"disk_offload": True}, path, parallel={**once, "read_once_per_node": 1})
+        engram.open_storage(
+            {"disk_offload": True}, path, parallel={**once, "read_once_per_node": 1}
+        )
     alone = {**once, "groups": engram.Groups()}
     with engram.open_storage({"disk_offload": True}, path, parallel=alone) as storage:
         assert "reads its rows itself" in storage.stats()["fallbacks"][0]

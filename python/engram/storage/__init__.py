@@ -114,8 +114,8 @@ def open_storage(
     if topology.read_once_per_node and placement != "file":
         raise placed(
             ValueError(
-                f"read_once_per_node=True is for tables in files, but the settings put the table in "
-                f"{placement} memory; set disk_offload=True or drop it"
+                f"read_once_per_node=True is for tables in files, but the settings put the table "
+                f"in {placement} memory; set disk_offload=True or drop it"
             )
         )
     source = described(table) if load_format == "dummy" else opened(table)

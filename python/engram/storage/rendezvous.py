@@ -120,7 +120,7 @@ class Rendezvous:
                 prefix = f"engram/{self._name}/{number}"
                 if prefix != self._prefix:
                     self._prefix = prefix
-                    self.post("here", True)
+                    self.post("here", "here")
                 if all(self._is_there("here", rank) for rank in range(self._size)):
                     return notes
             if time.monotonic() >= deadline:

@@ -40,8 +40,8 @@ class Topology:
     groups: Groups | None = None
     """torch.distributed groups, for look-ups of tables that are sharded over ranks."""
     read_once_per_node: bool = False
-    """Whether one rank of a machine reads rows of tables in files (`disk_offload`) and hands them to
-    the other tensor-parallel ranks there, `groups.node`; all then call for each look-up."""
+    """Whether one rank of a machine reads rows of tables in files (`disk_offload`) and hands them
+    to the other tensor-parallel ranks there, `groups.node`; all then call for each look-up."""
     store: Any = None
     """A torch.distributed store that all replicas reach, for sharing memory between them; None
     takes the default process group's, where that spans the replicas."""
