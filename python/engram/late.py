@@ -81,8 +81,7 @@ class LateStep:
         """When the graph was launched that has no rows yet."""
         self._number = 0
         """Of the last launch."""
-        self._launching = False
-        """Whether a launch that was kept back is being made now."""
+        self._launching = False  # Whether a launch that was kept back is being made now.
         self._held: Callable[[], Any] | None = None
         """The launch kept back, where the device cannot wait."""
         self._debts = 0
@@ -311,9 +310,8 @@ class LateStep:
             count = self._stage.prepare(tokens, starts, context)
             if count > self.tokens:
                 self._stage.prepare([])
-                raise placed(
-                    ValueError(f"a step of {count} tokens; at most {self.tokens} fit (max_tokens)")
-                )
+                text = f"a step of {count} tokens; at most {self.tokens} fit (max_tokens)"
+                raise placed(ValueError(text))
         except Exception as error:
             count = 0
             self._fail(error)
@@ -333,12 +331,11 @@ class LateStep:
         for value in arguments:
             device = getattr(value, "device", None)
             if device is not None and getattr(device, "type", "cpu") != "cpu":
-                raise placed(
-                    TypeError(
-                        f"tokens of a late step are on the host, not on {device}: fetching them "
-                        "would wait for the graph that waits for their rows"
-                    )
+                text = (
+                    f"tokens of a late step are on the host, not on {device}: fetching them would "
+                    "wait for the graph that waits for their rows"
                 )
+                raise placed(TypeError(text))
 
     def _await_turn(self, number: int) -> None:
         """Waits until the graph before has fetched its rows, or the launch is given up."""
