@@ -79,6 +79,7 @@ def read(path: Path) -> None:
             buffer.collapse(0, buffer.nbytes)
         with contextlib.suppress(RuntimeError):  # without CUDA
             buffer.pin()
+            print(f"on the device at {buffer.device_address():#x}")
             buffer.unpin()
         buffer.store_word(0, 7)  # four bytes at once, for those who look on meanwhile
         assert buffer.load_word(0) == 7
@@ -189,6 +190,7 @@ def places(path: Path) -> None:
     config = engram.EngramConfig(disk_offload=True)
     assert engram.EngramConfig.from_json('{"host_file_gather": true}') == config
     assert engram.EngramConfig.from_dict(config.to_dict()) == engram.EngramConfig.of(config)
+    assert engram.EngramConfig.from_json(config.to_json()) == config
     parallel = {"data_parallel_size": 1}
     model = json.loads((path / "config.json").read_text())
     assert engram.model_has_engram_layers(model)
@@ -250,6 +252,10 @@ def ranks(path: Path) -> None:
             once = engram.ReadOncePerNode(lookup, gather.row_bytes, groups.within_replica())
             assert torch.equal(sharded(ids), lookup(ids))
             assert torch.equal(once(ids), lookup(ids))
+            try:
+                sharded.refuse(ValueError("this rank has no ids that could be looked up"))
+            except ValueError as error:
+                print("all ranks heard of it:", error)
             print(sharded.stats(), once.stats())
         finally:
             torch.distributed.destroy_process_group()
