@@ -9,9 +9,8 @@
         late.fill(step.tokens, step.query_start_loc, step.context)
         late.finish()
 
-A graph that waits holds up its device, so whatever happens on the host, every launch is followed by
-rows or by zeros: when a gather fails, when nobody fills, when the stage is closed, and when the
-process ends.
+A graph that waits holds up its device, so every launch is followed by rows or by zeros: also when a
+gather fails, when nobody fills, when the stage is closed, and when the process ends.
 """
 
 # A late step shares its stage's insides.
@@ -48,9 +47,8 @@ class LateStep:
     the same calls work everywhere, in the same order, and errors come out of the same one. One
     launch at a time is without rows; it may be made while the graph still runs on those before.
 
-    Between `launch` and `fill` the device waits for the host: whatever waits for the device then (a
-    synchronisation, memory allocated or freed on it, a kernel's first use) waits until `patience`
-    of the stage has passed and the step is given up.
+    Between `launch` and `fill` whatever waits for the device (a synchronisation, memory allocated
+    or freed on it, a kernel's first use) waits until `patience` is over and the step is given up.
 
     Rows are gathered into memory of their own, at once, and moved to what the graph reads when that
     is the host's: a gather that hangs and ends after its step was given up reaches no graph.
@@ -484,8 +482,7 @@ class LateStep:
                     break
             if time.monotonic() > limit:
                 warnings.warn(
-                    f"a graph has not fetched its rows after {seconds:g} s; its memory is kept for "
-                    "it",
+                    f"a graph has not fetched its rows after {seconds:g} s; its memory is kept",
                     stacklevel=3,
                 )
                 return
