@@ -80,11 +80,7 @@ def read(path: Path) -> None:
             buffer.collapse(0, buffer.nbytes)
         with contextlib.suppress(RuntimeError):  # without CUDA
             buffer.pin()
-<<<<<<< HEAD
             print("seen by the device at", buffer.device_address)
-=======
-            print(f"on the device at {buffer.device_address():#x}")
->>>>>>> fix-fault
             buffer.unpin()
         buffer.store_word(0, 7)  # four bytes at once, for those who look on meanwhile
         assert buffer.load_word(0) == 7
@@ -298,15 +294,8 @@ def ranks(path: Path) -> None:
             once = engram.ReadOncePerNode(lookup, gather.row_bytes, groups.within_replica())
             assert torch.equal(sharded(ids), lookup(ids))
             assert torch.equal(once(ids), lookup(ids))
-<<<<<<< HEAD
             with contextlib.suppress(IndexError):  # what a rank without usable ids does instead
                 sharded.refuse(IndexError("these are no row ids"))
-=======
-            try:
-                sharded.refuse(ValueError("this rank has no ids that could be looked up"))
-            except ValueError as error:
-                print("all ranks heard of it:", error)
->>>>>>> fix-fault
             print(sharded.stats(), once.stats())
         finally:
             torch.distributed.destroy_process_group()
