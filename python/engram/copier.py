@@ -6,6 +6,7 @@ it by one that copies late, which is how ordering faults show without a device.
 
 from __future__ import annotations
 
+import ctypes
 import time
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +84,17 @@ class _Done:
         return True
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies between host tensors of one dtype and shape.
+
+    Not `copy_`, which shares large copies among threads that a forked child does not have.
+    """
+    if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
+
+
 class HostCopier:
     """Copies at once, between host memory and tensors on the CPU."""
 
@@ -108,15 +120,18 @@ class HostCopier:
     def upload(self, copies: Copies, zeros: Sequence[torch.Tensor], slot: int) -> Fence:
         """Copies before it returns."""
         for target, source in copies:
-            target.copy_(source)
+            _copy(target, source)
         for target in zeros:
-            target.zero_()
+            if target.is_contiguous():
+                ctypes.memset(target.data_ptr(), 0, target.nbytes)
+            else:
+                target.zero_()
         return _DONE
 
     def download(self, copies: Copies) -> Fence:
         """Copies before it returns."""
         for target, source in copies:
-            target.copy_(source)
+            _copy(target, source)
         return _DONE
 
     def read(self) -> None:
