@@ -80,7 +80,7 @@ def section(
                 report.note(f"nothing measured under a memory limit, no control group: {reason}")
                 return {}
             print(f"- measured: {CONTENDERS[how]}", file=sys.stderr)
-    best = best_online(chosen, text, info, prefill, window, memory)
+    best = best_online(chosen, text, info, prefill, window, memory) if with_bare else {}
     print(
         f"{prefill:,} tokens in chunks of {chosen.chunk:,}, the last {window} chunks count; then "
         f"{steps:,} steps of {REQUESTS} requests, the second half counts. Beside the table's "
@@ -173,8 +173,10 @@ def compare(report: Report, found: dict[str, dict], simulated: dict[str, float])
     print(markdown(["policy", "misses/token"], lines))
     if not ours:
         return
-    best = min(misses for name, misses in simulated.items() if name != OPTIMUM.name)
-    report.figure("reads / best online policy", ours["reads_per_token"] / best, at_most=1.1)
+    online = [misses for name, misses in simulated.items() if name != OPTIMUM.name]
+    if online:
+        reads = ours["reads_per_token"] / min(online)
+        report.figure("reads / best online policy", reads, at_most=1.1)
     rate = ours["direct_reads_per_second"]
     if rate:
         possible = rate / ours["misses_per_token"]
