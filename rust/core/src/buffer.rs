@@ -375,21 +375,6 @@ impl<'a> PlaneSink<'a> {
         }
     }
 
-    /// Some of the places, for as long as nobody uses this sink for others.
-    pub(crate) fn part(&self, positions: Range<usize>) -> PlaneSink<'_> {
-        assert!(
-            positions.start <= positions.end && positions.end <= self.rows,
-            "places {positions:?} of {}",
-            self.rows
-        );
-        PlaneSink {
-            // In bounds, or not used: see `from_raw`.
-            base: self.base.wrapping_add(positions.start * self.stride),
-            rows: positions.len(),
-            ..self.again()
-        }
-    }
-
     /// Rows the sink holds.
     pub fn rows(&self) -> usize {
         self.rows

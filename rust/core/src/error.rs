@@ -161,15 +161,6 @@ impl Error {
         self
     }
 
-    /// The error of a part of a request that begins at this position.
-    #[must_use]
-    pub(crate) fn moved_by(mut self, positions: u64) -> Self {
-        if let Some(position) = self.place_mut().and_then(|place| place.position.as_mut()) {
-            *position += positions;
-        }
-        self
-    }
-
     /// Names the row and its position in the request.
     #[must_use]
     pub fn at_row(mut self, row: u64, position: u64) -> Self {

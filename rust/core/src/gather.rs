@@ -20,7 +20,6 @@ mod sweep;
 pub(crate) use cached::{Wanted, restore};
 pub use prefetch::prefetch;
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cached::{Arrivals, Keeper};
@@ -170,52 +169,12 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
             .bytes_wanted
             .add(request.ids.len() as u64 * reader.table().row_bytes() as u64);
     }
-    let mut run = |requests: &[Request<'_, '_>], begun: Instant| {
-        if kept {
-            cached::run(requests, control, begun, &mut report)
-        } else {
-            Round::new(requests, control, begun)?.run(requests, &[], &mut report)
-        }
-    };
-    let longest = requests.iter().map(|request| request.ids.len()).max();
-    let longest = longest.unwrap_or(0);
-    if longest <= LONGEST_ROUND {
-        run(requests, started)?;
-        return Ok(report);
-    }
-    let mut checked = started;
-    for start in (0..longest).step_by(LONGEST_ROUND) {
-        control.check(&mut checked)?;
-        let parts: Vec<Request<'_, '_>> = requests
-            .iter()
-            .map(|request| request.part(start..start + LONGEST_ROUND))
-            .collect();
-        run(&parts, Instant::now()).map_err(|error| error.moved_by(start as u64))?;
+    if kept {
+        cached::run(requests, control, started, &mut report)?;
+    } else {
+        Round::new(requests, control, started)?.run(requests, &[], &mut report)?;
     }
     Ok(report)
-}
-
-/// Rows of one table in one round at most. Planning a round takes up to 0.2 us per row, in which nobody
-/// looks for an interrupt, and as many bytes as a row; what more a quarter of a million reads in flight one
-/// after another could gain cannot be measured.
-const LONGEST_ROUND: usize = 1 << 18;
-
-impl<'r> Request<'r, '_> {
-    /// The rows at some of the positions, as far as there are so many.
-    fn part(&self, positions: Range<usize>) -> Request<'r, '_> {
-        let end = positions.end.min(self.ids.len());
-        let positions = positions.start.min(end)..end;
-        Request {
-            reader: self.reader,
-            ids: &self.ids[positions.clone()],
-            sinks: self
-                .sinks
-                .iter()
-                .map(|sink| sink.part(positions.clone()))
-                .collect(),
-            pad_id: self.pad_id,
-        }
-    }
 }
 
 /// One round of a gather.
