@@ -21,7 +21,7 @@ CORE_ORDER = [
     "error", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "process", "threads", "crew", "system", "fault", "buffer", "map", "residency", "filesystem",
+    "process", "threads", "crew", "system", "fault", "buffer", "map", "copy", "residency", "filesystem",
     "file",
     "fetch", "mode", "cuts", "trim", "stats", "in_flight", "cache", "reader",
     "views", "load",
@@ -57,6 +57,7 @@ PYTHON_ORDER = [
 UNSAFE = {
     "core/buffer.rs",
     "core/cache/memory.rs",
+    "core/copy.rs",
     "core/crew.rs",
     "core/fault.rs",
     "core/fault/handlers.rs",

@@ -12,8 +12,9 @@ use io_uring::types::Fd;
 use io_uring::{IoUring, opcode};
 
 use crate::buffer::{HostBuffer, PlaneSink};
+use crate::copy;
 use crate::error::{Error, Result};
-use crate::map::{self, RowAddress};
+use crate::map::RowAddress;
 use crate::reader::Reader;
 use crate::threads;
 
@@ -49,17 +50,17 @@ pub fn copy(
     let pool = threads::compute()?;
     let started = Instant::now();
     if thread_count == 1 {
-        map::copy_rows(&addresses, sink, 0);
+        copy::copy_rows(&addresses, sink, 0);
         return Ok(started.elapsed());
     }
     pool.1.in_place_scope(|scope| {
         let mut parts = addresses.chunks(part).enumerate();
         let first = parts.next();
         for (index, rows) in parts {
-            scope.spawn(move |_| map::copy_rows(rows, sink, index * part));
+            scope.spawn(move |_| copy::copy_rows(rows, sink, index * part));
         }
         if let Some((_, rows)) = first {
-            map::copy_rows(rows, sink, 0);
+            copy::copy_rows(rows, sink, 0);
         }
     });
     Ok(started.elapsed())

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::buffer::{HostBuffer, PlaneSink};
+use crate::copy;
 use crate::crew;
 use crate::error::{Error, Place, Result};
 use crate::fault;
 use crate::gather::check_ids;
-use crate::map::{self, RowAddress};
+use crate::map::RowAddress;
 use crate::threads;
 
 /// Rows whose addresses are found before they are copied.
@@ -206,11 +207,11 @@ impl Hosted {
                     }
                 }
                 if all {
-                    map::copy_rows(&addresses[..block.len()], sink, position);
+                    copy::copy_rows(&addresses[..block.len()], sink, position);
                 } else {
                     for (offset, &id) in block.iter().enumerate() {
                         match self.row(plane, id, pad_id) {
-                            Some(found) => map::copy_row(found, sink, position + offset),
+                            Some(found) => copy::copy_row(found, sink, position + offset),
                             None => sink.zero(position + offset),
                         }
                     }

@@ -22,6 +22,7 @@ pub mod buffer;
 pub mod cache;
 pub mod cgroup;
 pub mod checkpoint;
+mod copy;
 mod crew;
 mod cuts;
 pub mod discover;

@@ -1,10 +1,10 @@
-//! A read-only mapping of a file: its advice, its residency, and copies out of it.
+//! A read-only mapping of a file: its advice, its residency, and the addresses of its rows.
 //!
 //! The file may be changed by others at any time, so no `&[u8]` is ever made over the mapping;
-//! rows leave it through raw copies only.
+//! rows leave it through raw copies only (`copy.rs`).
 #![expect(
     unsafe_code,
-    reason = "raw copies out of the mapping, and MADV_DONTNEED on it"
+    reason = "addresses that other threads may read, and MADV_DONTNEED on the mapping"
 )]
 #![expect(
     clippy::inline_always,
@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 
-use crate::buffer::{HostBuffer, PlaneSink};
+use crate::buffer::HostBuffer;
 use crate::fault::Registered;
 use crate::system;
 
@@ -94,6 +94,12 @@ unsafe impl Send for RowAddress<'_> {}
 unsafe impl Sync for RowAddress<'_> {}
 
 impl RowAddress<'_> {
+    /// The first byte, valid for reads of as many as the address was made for.
+    #[inline(always)]
+    pub(crate) fn as_ptr(self) -> *const u8 {
+        self.address
+    }
+
     /// Placeholder for unused places of a block.
     pub(crate) const UNUSED: Self = Self {
         address: std::ptr::null(),
@@ -235,85 +241,6 @@ impl Map {
     }
 }
 
-/// Rows between the one that is copied and the one the processor is told of. Its own look-ahead ends
-/// a few rows on.
-pub(crate) const AHEAD: usize = 16;
-
-/// Of each row at most so many bytes are loaded ahead; the processor sees the pattern by then.
-#[cfg(target_arch = "x86_64")]
-const MOST_AHEAD: usize = 256;
-
-#[cfg(target_arch = "x86_64")]
-const CACHE_LINE: usize = 64;
-
-/// Stands for rows of a length that is not known when the code is compiled.
-pub(crate) const ANY: usize = 0;
-
-impl RowAddress<'_> {
-    /// Tells the processor that the row of `row_bytes` bytes will be copied soon.
-    #[inline(always)]
-    pub(crate) fn load_soon(self, row_bytes: usize) {
-        #[cfg(target_arch = "x86_64")]
-        for offset in (0..row_bytes.min(MOST_AHEAD)).step_by(CACHE_LINE) {
-            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-            // SAFETY: a prefetch is a hint that may name any address and never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(self.address.wrapping_add(offset).cast()) };
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = row_bytes;
-    }
-}
-
-/// Copies one row, of `BYTES` bytes unless that is [`ANY`], to `position`.
-///
-/// Short rows are a few inlined moves. For longer ones a call of the C library's `memcpy` wins: it
-/// uses the widest registers the processor has, so a row that misses the cache occupies fewer load
-/// slots while it waits (39 against 44 ns per row of 160 bytes).
-#[inline(always)]
-pub(crate) fn copy_row_of<const BYTES: usize>(
-    row: RowAddress<'_>,
-    sink: &PlaneSink<'_>,
-    position: usize,
-) {
-    let bytes = if BYTES == ANY {
-        sink.row_bytes()
-    } else {
-        assert_eq!(sink.row_bytes(), BYTES);
-        BYTES
-    };
-    // SAFETY: `RowAddress` lies in live memory for as many bytes as it was made for, the sink's
-    // row length; `PlaneSink::row` is valid for that many writes; the caller's memory cannot
-    // overlap a file mapping that only engram knows, and is checked not to overlap a buffer.
-    unsafe { std::ptr::copy_nonoverlapping(row.address, sink.row(position), bytes) };
-}
-
-/// Copies `rows` into consecutive positions of `sink` from `first` on.
-#[inline]
-pub(crate) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
-    match sink.row_bytes() {
-        8 => copy_rows_of::<8>(rows, sink, first),
-        10 => copy_rows_of::<10>(rows, sink, first),
-        80 => copy_rows_of::<80>(rows, sink, first),
-        _ => copy_rows_of::<ANY>(rows, sink, first),
-    }
-}
-
-#[inline(always)]
-fn copy_rows_of<const BYTES: usize>(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
-    for (index, row) in rows.iter().enumerate() {
-        if let Some(next) = rows.get(index + AHEAD) {
-            next.load_soon(sink.row_bytes());
-        }
-        copy_row_of::<BYTES>(*row, sink, first + index);
-    }
-}
-
-/// Copies one row to `position`.
-#[inline]
-pub(crate) fn copy_row(row: RowAddress<'_>, sink: &PlaneSink<'_>, position: usize) {
-    copy_row_of::<ANY>(row, sink, position);
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
@@ -325,29 +252,6 @@ mod tests {
         file.write_all(bytes).unwrap();
         let map = Map::new(file.as_file(), bytes.len() as u64).unwrap();
         (file, map)
-    }
-
-    #[test]
-    fn copies_rows_of_any_length_from_any_offset() {
-        let bytes: Vec<u8> = (0..9000_u32).map(|index| (index % 251) as u8).collect();
-        let (_file, map) = mapped(&bytes);
-        for row_bytes in [1, 8, 10, 80, 90, 128, 160, 256, 320, 512, 700] {
-            let offsets = [0_u64, 1, 4090, 8999 - row_bytes as u64];
-            let rows: Vec<_> = offsets
-                .iter()
-                .map(|&offset| map.row(offset, row_bytes))
-                .collect();
-            let mut out = vec![0; row_bytes * 4];
-            let sink = PlaneSink::new(&mut out, 0, row_bytes, row_bytes, 4).unwrap();
-            copy_rows(&rows, &sink, 0);
-            for (index, &offset) in offsets.iter().enumerate() {
-                let offset = offset as usize;
-                assert_eq!(
-                    out[index * row_bytes..][..row_bytes],
-                    bytes[offset..][..row_bytes]
-                );
-            }
-        }
     }
 
     #[test]

@@ -11,7 +11,8 @@ use super::handlers::on_top;
 use super::handlers::{BELOW, DEFAULT, TOP, action};
 use super::*;
 use crate::buffer::PlaneSink;
-use crate::map::{Map, copy_row};
+use crate::copy::copy_row;
+use crate::map::Map;
 use crate::system;
 
 /// Tests that lose pages or install handlers, one at a time: both are the process's.

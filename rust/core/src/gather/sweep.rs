@@ -6,10 +6,11 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Belief, Control, Lane};
+use crate::copy::{self, AHEAD};
 use crate::crew;
 use crate::cuts::Cuts;
 use crate::error::Result;
-use crate::map::{self, AHEAD, RowAddress};
+use crate::map::RowAddress;
 use crate::system;
 
 /// Rows whose addresses are found before any is copied. Long blocks win: the processor overlaps the
@@ -230,7 +231,7 @@ impl<'l> Sweep<'l> {
             if !believed && !all {
                 break;
             }
-            map::copy_rows(&addresses[..block.len()], lane.sink, position);
+            copy::copy_rows(&addresses[..block.len()], lane.sink, position);
             position += block.len();
         }
         self.copied += position - strip.start;
@@ -246,7 +247,7 @@ impl<'l> Sweep<'l> {
                 self.lane.sink.zero(position);
             } else if let Some(address) = self.resident(id) {
                 if self.rest.is_none() {
-                    map::copy_row(address, self.lane.sink, position);
+                    copy::copy_row(address, self.lane.sink, position);
                     self.copied += 1;
                 }
             } else {
@@ -400,7 +401,7 @@ impl<'r> Deferred<'r> {
                 continue;
             }
             if let Some(cuts) = lane.cuts {
-                map::copy_row(cuts.find(id).address, lane.sink, position);
+                copy::copy_row(cuts.find(id).address, lane.sink, position);
                 copied += 1;
             }
         }
