@@ -10,7 +10,7 @@ import numpy as np
 
 from engram import _engram
 from engram._arguments import optional_number, out_of_range, path_text, table_argument, whole_number
-from engram._arrays import INT64, UINT8, int64_ids, is_torch
+from engram._arrays import int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._notices import failed, opened
 from engram._sizes import budget
@@ -160,16 +160,8 @@ class FileGather:
             OSError: A read failed, with errno, path, offset and row.
         """
         try:
-            if (
-                type(out) is np.ndarray
-                and type(ids) is np.ndarray
-                and out.dtype is UINT8
-                and ids.dtype is INT64
-                and ids.flags.c_contiguous
-                and ids.ndim
-            ):
-                # A decode step with its buffers ready: nothing to convert, the native half checks.
-                self._native.gather(ids, out, pad_id, timeout)
+            if self._native.gather(ids, out, pad_id, timeout):
+                # A decode step with its buffers ready: nothing to convert.
                 return out
             request, rows = self._request(ids, out, pad_id)
             _engram.gather_many([request], timeout)

@@ -5,14 +5,18 @@
 //! scheduler, milliseconds, for a copy of a tenth of one. Here the caller works through the tasks
 //! itself and helpers take some off it: when the last task has been taken, only helpers in the
 //! middle of one are waited for. (4,096 warm rows with both cores busy: 1.5 ms scoped.)
+//!
+//! A thread that sleeps takes 50 us to come, a fifth of such a call, so helpers may be called before
+//! the tasks are known; who comes early waits a little, and leaves if nothing is to be done.
 #![expect(
     unsafe_code,
     reason = "helpers call a closure that borrows from the caller's stack"
 )]
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::threads;
@@ -20,9 +24,20 @@ use crate::threads;
 /// Spins before the caller offers its core to a helper that was interrupted in its task.
 const SPINS: usize = 1000;
 
+/// Looks for the tasks between two offers of the core.
+const SPINS_EARLY: usize = 64;
+
+/// Added to the number of the next task when no more are to be given out: beyond any number of tasks,
+/// and may be added twice.
+const NO_MORE: usize = usize::MAX / 4;
+
+/// A helper that came early waits this long for the tasks.
+const PATIENCE: Duration = Duration::from_micros(200);
+
 /// What caller and helpers share.
 struct Shared {
-    tasks: usize,
+    /// Set once the tasks are known.
+    job: OnceLock<Job>,
     next: AtomicUsize,
     /// Threads that may be inside the closure.
     inside: AtomicUsize,
@@ -39,16 +54,25 @@ struct Work(*const (dyn Fn(usize) + Sync + 'static));
 // SAFETY: the closure is `Sync`, so several threads may call it; when they may is `Shared::help`'s
 // business.
 unsafe impl Send for Work {}
+// SAFETY: as for `Send`; a `Work` has no interior state.
+unsafe impl Sync for Work {}
+
+/// What is to be done, and how often.
+#[derive(Clone, Copy)]
+struct Job {
+    work: Work,
+    tasks: usize,
+}
 
 impl Shared {
-    /// Takes the next task, counted as inside until [`Shared::leave`]; `None` when none is left.
-    fn enter(&self) -> Option<usize> {
+    /// Takes the next of `tasks`, counted as inside until [`Shared::leave`]; `None` when none is left.
+    fn enter(&self, tasks: usize) -> Option<usize> {
         // Counted before a task is taken: whoever sees all tasks taken and nobody inside knows
         // that nobody will be. Sequential consistency makes the two counters agree on the order.
         self.inside.fetch_add(1, Ordering::SeqCst);
         if !self.stop.load(Ordering::Relaxed) {
             let task = self.next.fetch_add(1, Ordering::SeqCst);
-            if task < self.tasks {
+            if task < tasks {
                 return Some(task);
             }
         }
@@ -60,23 +84,76 @@ impl Shared {
         self.inside.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Takes no more tasks.
+    /// Gives out no more tasks.
     fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
-        self.next.fetch_add(self.tasks, Ordering::SeqCst);
+        self.next.fetch_add(NO_MORE, Ordering::SeqCst);
     }
 
-    fn help(&self, work: Work) {
-        while let Some(task) = self.enter() {
-            // SAFETY: `enter` gave out a task, so `run` has not returned and cannot before `leave`
-            // below: it waits until all tasks are taken and nobody is inside. The closure that
-            // `work` points to is borrowed by `run` for all that time.
-            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*work.0)(task) }));
+    /// Waits a little for the tasks to be known.
+    fn job(&self) -> Option<Job> {
+        let came = Instant::now();
+        loop {
+            for _ in 0..SPINS_EARLY {
+                if let Some(job) = self.job.get() {
+                    return Some(*job);
+                }
+                if self.stop.load(Ordering::Relaxed) {
+                    return None;
+                }
+                std::hint::spin_loop();
+            }
+            if came.elapsed() > PATIENCE {
+                return None;
+            }
+            // The caller may be waiting for this very core.
+            std::thread::yield_now();
+        }
+    }
+
+    fn help(&self) {
+        let Some(job) = self.job() else { return };
+        while let Some(task) = self.enter(job.tasks) {
+            // SAFETY: `enter` gave out a task, so `Crew::run` has not returned and cannot before
+            // `leave` below: it waits until no task can be taken and nobody is inside. The closure
+            // that `work` points to is borrowed by `run` for all that time.
+            let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*job.work.0)(task) }));
             if outcome.is_err() {
                 self.panicked.store(true, Ordering::Relaxed);
                 self.stop();
             }
             self.leave();
+        }
+    }
+}
+
+/// Helpers that have been called, for one [`Crew::run`].
+pub(crate) struct Crew(Option<Arc<Shared>>);
+
+/// Calls up to `helpers` threads of the process's pool.
+pub(crate) fn call(helpers: usize) -> Result<Crew> {
+    let shared = Arc::new(Shared {
+        job: OnceLock::new(),
+        next: AtomicUsize::new(0),
+        inside: AtomicUsize::new(0),
+        stop: AtomicBool::new(false),
+        panicked: AtomicBool::new(false),
+        process: std::process::id(),
+    });
+    if helpers > 0 {
+        let pool = threads::compute()?;
+        for _ in 0..helpers {
+            let shared = Arc::clone(&shared);
+            pool.1.spawn(move || shared.help());
+        }
+    }
+    Ok(Crew(Some(shared)))
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        if let Some(shared) = &self.0 {
+            shared.stop();
         }
     }
 }
@@ -88,18 +165,23 @@ pub(crate) fn run(
     tasks: usize,
     helpers: usize,
     work: &(dyn Fn(usize) + Sync),
-    mut between: impl FnMut() -> Result<()>,
+    between: impl FnMut() -> Result<()>,
 ) -> Result<()> {
-    let shared = Arc::new(Shared {
-        tasks,
-        next: AtomicUsize::new(0),
-        inside: AtomicUsize::new(0),
-        stop: AtomicBool::new(false),
-        panicked: AtomicBool::new(false),
-        process: std::process::id(),
-    });
-    let waiting = WaitForHelpers(&shared);
-    if helpers > 0 && tasks > 1 {
+    call(helpers.min(tasks.saturating_sub(1)))?.run(tasks, work, between)
+}
+
+impl Crew {
+    /// As [`run`], with the helpers that were called.
+    pub(crate) fn run(
+        mut self,
+        tasks: usize,
+        work: &(dyn Fn(usize) + Sync),
+        mut between: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let Some(shared) = self.0.take() else {
+            return Ok(());
+        };
+        let waiting = WaitForHelpers(&shared);
         #[expect(
             clippy::transmute_ptr_to_ptr,
             reason = "a cast cannot extend the lifetime of a trait object"
@@ -112,39 +194,35 @@ pub(crate) fn run(
                 *const (dyn Fn(usize) + Sync + 'static),
             >(std::ptr::from_ref(work))
         });
-        let pool = threads::compute()?;
-        for _ in 0..helpers.min(tasks - 1) {
-            let shared = Arc::clone(&shared);
-            pool.1.spawn(move || {
-                let erased = erased;
-                shared.help(erased);
-            });
+        let _ = shared.job.set(Job {
+            work: erased,
+            tasks,
+        });
+        let mut outcome = Ok(());
+        while let Some(task) = shared.enter(tasks) {
+            let done = catch_unwind(AssertUnwindSafe(|| work(task)));
+            shared.leave();
+            if let Err(panic) = done {
+                resume_unwind(panic);
+            }
+            outcome = between();
+            if outcome.is_err() {
+                break;
+            }
         }
-    }
-    let mut outcome = Ok(());
-    while let Some(task) = shared.enter() {
-        let done = catch_unwind(AssertUnwindSafe(|| work(task)));
-        shared.leave();
-        if let Err(panic) = done {
-            resume_unwind(panic);
+        drop(waiting);
+        if shared.process != std::process::id() {
+            return Err(Error::forked());
         }
-        outcome = between();
-        if outcome.is_err() {
-            break;
-        }
+        assert!(
+            !shared.panicked.load(Ordering::Relaxed),
+            "a helping thread panicked; see its message"
+        );
+        outcome
     }
-    drop(waiting);
-    if shared.process != std::process::id() {
-        return Err(Error::forked());
-    }
-    assert!(
-        !shared.panicked.load(Ordering::Relaxed),
-        "a helping thread panicked; see its message"
-    );
-    outcome
 }
 
-/// Keeps [`run`] from ending, also by a panic, while a helper may be inside the closure.
+/// Keeps [`Crew::run`] from ending, also by a panic, while a helper may be inside the closure.
 struct WaitForHelpers<'a>(&'a Shared);
 
 impl Drop for WaitForHelpers<'_> {
@@ -210,6 +288,24 @@ mod tests {
                 *done = u8::try_from(place.into_inner()).unwrap();
             }
             assert!(done.iter().all(|&done| done == 1));
+        }
+    }
+
+    #[test]
+    fn helpers_called_early_wait_for_the_tasks_or_leave() {
+        for pause in [0, 20, 1000] {
+            for run in [true, false] {
+                let crew = call(2).unwrap();
+                std::thread::sleep(Duration::from_micros(pause));
+                let count = AtomicU64::new(0);
+                let work = |_: usize| {
+                    count.fetch_add(1, Ordering::Relaxed);
+                };
+                if run {
+                    crew.run(100, &work, || Ok(())).unwrap();
+                    assert_eq!(count.into_inner(), 100);
+                }
+            }
         }
     }
 

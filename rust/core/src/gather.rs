@@ -26,6 +26,7 @@ use cached::{Arrivals, Keeper};
 use smallvec::SmallVec;
 
 use crate::buffer::PlaneSink;
+use crate::crew::Crew;
 use crate::cuts::Cuts;
 use crate::error::{Error, Result};
 use crate::mode::Io;
@@ -136,15 +137,39 @@ enum Belief {
 
 type Lanes<'a> = SmallVec<[Lane<'a>; 4]>;
 
+/// Threads that have been called to help with a gather.
+#[derive(Default)]
+pub struct Helpers(Option<Crew>);
+
+/// Calls threads to help with a gather of `rows` rows, if it is large enough to be shared. They take
+/// a while to come, which the caller may use to get it ready.
+#[must_use]
+pub fn call(reader: &Reader, rows: usize) -> Helpers {
+    Helpers(sweep::call(reader, rows))
+}
+
 /// Gathers the rows of all `requests`: one plan, one round of reads.
 ///
 /// On an error what the sinks hold is unspecified; nothing is written to them after the return.
 pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Report> {
+    let largest = requests.iter().max_by_key(|request| request.ids.len());
+    let helpers = largest.map_or_else(Helpers::default, |request| {
+        call(request.reader, request.ids.len())
+    });
+    gather_with(helpers, requests, control)
+}
+
+/// As [`gather`], with `helpers` who are on their way.
+pub fn gather_with(
+    helpers: Helpers,
+    requests: &[Request<'_, '_>],
+    control: &Control<'_>,
+) -> Result<Report> {
     let started = Instant::now();
     for request in requests {
         request.reader.stats().calls.add(1);
     }
-    let outcome = run(requests, control, started);
+    let outcome = run(requests, control, started, helpers.0);
     let elapsed = started.elapsed();
     for request in requests {
         let stats = request.reader.stats();
@@ -155,7 +180,12 @@ pub fn gather(requests: &[Request<'_, '_>], control: &Control<'_>) -> Result<Rep
     outcome
 }
 
-fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) -> Result<Report> {
+fn run(
+    requests: &[Request<'_, '_>],
+    control: &Control<'_>,
+    started: Instant,
+    crew: Option<Crew>,
+) -> Result<Report> {
     let mut report = Report::default();
     let mut kept = false;
     for request in requests {
@@ -170,9 +200,9 @@ fn run(requests: &[Request<'_, '_>], control: &Control<'_>, started: Instant) ->
             .add(request.ids.len() as u64 * reader.table().row_bytes() as u64);
     }
     if kept {
-        cached::run(requests, control, started, &mut report)?;
+        cached::run(requests, control, started, crew, &mut report)?;
     } else {
-        Round::new(requests, control, started)?.run(requests, &[], &mut report)?;
+        Round::new(requests, control, started)?.run(requests, &[], crew, &mut report)?;
     }
     Ok(report)
 }
@@ -206,6 +236,7 @@ impl<'a> Round<'a> {
         &self,
         requests: &[Request<'_, '_>],
         arrivals: &[Option<&Arrivals<'_>>],
+        crew: Option<Crew>,
         report: &mut Report,
     ) -> Result<()> {
         let mut lanes = Lanes::new();
@@ -244,7 +275,7 @@ impl<'a> Round<'a> {
             }
             first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
         }
-        let mut rest = sweep::sweep(&lanes, self.control, self.started)?;
+        let mut rest = sweep::sweep(&lanes, self.control, self.started, crew)?;
         if !rest.is_empty() {
             fill::fill(
                 &lanes,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use engram_core::discover::TableRef;
-use engram_core::gather::{self, Request, gather};
+use engram_core::gather::{self, Request};
 use engram_core::mode::Io;
 use engram_core::reader::{Advice, Located, Options, Reader as CoreReader};
 use engram_core::ticket::drain;
@@ -15,7 +15,8 @@ use engram_core::{hot, verify, warm};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::buffer::{Ids, Output};
+use crate::array::Pair;
+use crate::buffer::Ids;
 use crate::errors::{OrRaise as _, value_error};
 use crate::gate::{Entered, Gate};
 use crate::interrupts::Interrupts;
@@ -163,7 +164,8 @@ impl Reader {
         describe(py, &*self.enter(py)?)
     }
 
-    /// Gathers rows into one buffer of shape `[*ids.shape, row]`, planes of a row side by side.
+    /// Gathers rows into an array of shape `[*ids.shape, row_bytes]`, planes of a row side by side;
+    /// false, and nothing done, unless ids and out are arrays that need no conversion.
     #[pyo3(signature = (ids, out, pad_id = None, timeout = None))]
     fn gather(
         this: &Bound<'_, Self>,
@@ -171,37 +173,39 @@ impl Reader {
         out: &Bound<'_, PyAny>,
         pad_id: Option<i64>,
         timeout: Option<f64>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         let py = this.py();
         let own = this.get();
-        let ids = Ids::new(ids)?;
-        let out = Output::new(out)?;
-        let interrupts = Interrupts::new(py, timeout)?;
         let row_bytes = own.plane_bytes.iter().sum();
-        out.require_shape(&ids, row_bytes)?;
+        let Some(pair) = Pair::new(ids, out, row_bytes) else {
+            return Ok(false);
+        };
+        let interrupts = Interrupts::new(py, timeout)?;
+        let entered = own.enter(py)?;
+        let helpers = gather::call(&entered, pair.count());
         let mut flat = IDS.take();
         flat.clear();
-        ids.append_to(py, &mut flat);
+        pair.append_ids(&mut flat);
         let mut offset = 0;
         let mut sinks = engram_core::gather::Sinks::new();
         for &bytes in &own.plane_bytes {
-            sinks.push(out.sink(py, offset, row_bytes, bytes, flat.len())?);
+            sinks.push(pair.sink(offset, row_bytes, bytes).or_raise(py)?);
             offset += bytes;
         }
-        let entered = own.enter(py)?;
         let request = Request {
             reader: &entered,
             ids: &flat,
             sinks,
             pad_id,
         };
-        let outcome = py.detach(|| interrupts.run(|control| gather(&[request], control)));
+        let outcome = py
+            .detach(|| interrupts.run(|control| gather::gather_with(helpers, &[request], control)));
         let news = news::of(&entered);
         drop(entered);
         IDS.replace(flat);
         let told = news::tell(this.as_any(), news);
         interrupts.raise(py, outcome)?;
-        told
+        told.map(|()| true)
     }
 
     /// What it fell back from at open and since.

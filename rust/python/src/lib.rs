@@ -4,6 +4,7 @@
     reason = "arguments are converted from Python objects, and the converted value is ours to take"
 )]
 
+mod array;
 #[cfg(feature = "bench")]
 mod bench;
 mod buffer;

@@ -22,7 +22,7 @@ use super::sweep::{PARALLEL, STRIP, chunks, shares};
 use super::{Belief, Control, Lane, Lanes, Report, Request, Round, proof};
 use crate::buffer::PlaneSink;
 use crate::cache::Cache;
-use crate::crew;
+use crate::crew::{self, Crew};
 use crate::error::{Error, Result};
 use crate::reader::Reader;
 
@@ -38,6 +38,7 @@ pub(super) fn run(
     requests: &[Request<'_, '_>],
     control: &Control<'_>,
     started: Instant,
+    mut crew: Option<Crew>,
     report: &mut Report,
 ) -> Result<()> {
     let mut parts = Vec::new();
@@ -45,7 +46,7 @@ pub(super) fn run(
     for request in requests {
         match request.reader.row_cache().current() {
             Some(cache) => {
-                let missing = look_up(request, &cache, control, started)?;
+                let missing = look_up(request, &cache, control, started, crew.take())?;
                 parts.push(Part::new(
                     request.reader,
                     cache,
@@ -121,6 +122,7 @@ fn look_up(
     cache: &Cache,
     control: &Control<'_>,
     started: Instant,
+    crew: Option<Crew>,
 ) -> Result<Vec<Missing>> {
     let begun = Instant::now();
     let (ids, reader) = (request.ids, request.reader);
@@ -155,9 +157,8 @@ fn look_up(
             all.0 += hits;
             all.1.append(&mut missed);
         };
-        crew::run(tasks.len(), threads - 1, &work, || {
-            control.check(&mut checked)
-        })?;
+        let crew = crew.map_or_else(|| crew::call(threads - 1), Ok)?;
+        crew.run(tasks.len(), &work, || control.check(&mut checked))?;
         (hits, missed) = all.into_inner().unwrap_or_else(PoisonError::into_inner);
     }
     let stats = reader.row_cache().stats();
@@ -271,7 +272,7 @@ fn read(
     }
     let told: Vec<_> = arrivals.iter().map(Some).collect();
     let outcome = Round::new(&requests, control, Instant::now())
-        .and_then(|round| round.run(&requests, &told, report));
+        .and_then(|round| round.run(&requests, &told, None, report));
     outcome.map_err(|error| located(error, parts, slices))?;
     for arrivals in &arrivals {
         arrivals.finish();

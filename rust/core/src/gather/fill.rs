@@ -283,7 +283,7 @@ impl Round<'_> {
                 ..*lane
             })
             .collect();
-        let rests = sweep(&lanes, self.control, started)?;
+        let rests = sweep(&lanes, self.control, started, None)?;
         debug_assert!(
             rests.is_empty(),
             "nothing is missing when everything is copied"

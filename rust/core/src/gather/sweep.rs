@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::{Belief, Control, Lane};
 use crate::copy::{self, AHEAD};
-use crate::crew;
+use crate::crew::{self, Crew};
 use crate::cuts::Cuts;
 use crate::error::Result;
 use crate::map::RowAddress;
+use crate::mode::Io;
+use crate::reader::Reader;
 use crate::system;
 
 /// Rows whose addresses are found before any is copied. Long blocks win: the processor overlaps the
@@ -44,11 +46,25 @@ pub(super) struct Rest {
     pub(super) missing: Vec<u32>,
 }
 
-/// Sweeps all lanes; returns what has to be fetched, empty if every row has been copied.
+/// Calls threads to help with a sweep for `rows` rows of a table, if it is worth it: they come while
+/// it is being got ready.
+pub(super) fn call(reader: &Reader, rows: usize) -> Option<Crew> {
+    let parts = rows.saturating_mul(reader.table().planes.len());
+    let mode = reader.mode();
+    let copies = (mode.mapped && mode.asked != Io::Mmap) || reader.row_cache().is_active();
+    // An error comes again where the sweep asks for the threads.
+    (parts >= PARALLEL && reader.threads() > 1 && copies)
+        .then(|| crew::call(reader.threads() - 1).ok())
+        .flatten()
+}
+
+/// Sweeps all lanes with the help of `crew`; returns what has to be fetched, empty if every row has
+/// been copied.
 pub(super) fn sweep(
     lanes: &[Lane<'_>],
     control: &Control<'_>,
     started: Instant,
+    crew: Option<Crew>,
 ) -> Result<Vec<Rest>> {
     let total: usize = lanes.iter().map(|lane| lane.ids.len()).sum();
     let threads = lanes
@@ -73,9 +89,8 @@ pub(super) fn sweep(
         }
     };
     let mut checked = started;
-    crew::run(tasks.len(), threads - 1, &work, || {
-        control.check(&mut checked)
-    })?;
+    let crew = crew.map_or_else(|| crew::call(threads - 1), Ok)?;
+    crew.run(tasks.len(), &work, || control.check(&mut checked))?;
     let mut rests = rests.into_inner().unwrap_or_else(PoisonError::into_inner);
     // Threads finish in any order; the plan sorts, but reports and errors should not depend on it.
     rests.sort_unstable_by_key(|rest| (rest.lane, rest.deferred.start));
