@@ -18,10 +18,10 @@ PYTHON = ROOT / "python" / "engram"
 
 # fmt: off
 CORE_ORDER = [
-    "error", "latency", "cgroup", "primes", "maps",
+    "error", "words", "system", "latency", "cgroup", "primes", "maps",
     "header", "checkpoint", "table", "discover",
     "plan",
-    "process", "threads", "crew", "system", "fault", "buffer", "map", "copy", "residency", "filesystem",
+    "process", "threads", "crew", "fault", "buffer", "map", "copy", "residency", "filesystem",
     "file",
     "fetch", "mode", "cuts", "trim", "stats", "in_flight", "cache", "reader",
     "views", "load",
@@ -33,7 +33,7 @@ CORE_ORDER = [
 """The core's modules as a row meets them. A module imports only modules that stand before it."""
 
 BINDING_ORDER = [
-    "errors", "interrupts", "gate", "table", "stats", "verification", "buffer",
+    "errors", "interrupts", "gate", "table", "stats", "verification", "buffer", "array",
     "hash", "news", "gather", "many", "ticket", "step", "hosted", "views", "diagnosis", "bench",
 ]
 """The same for the binding, which may import all of the core."""
@@ -65,7 +65,9 @@ UNSAFE = {
     "core/map.rs",
     "core/system/linux.rs",
     "core/system/portable.rs",
+    "core/words.rs",
     "core/bench.rs",
+    "python/array.rs",
     "python/buffer.rs",
 }
 """Files that may hold unsafe code; `bench.rs` is in no wheel."""

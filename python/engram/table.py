@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 from engram import _engram
@@ -36,6 +37,10 @@ class PieceInfo(NamedTuple):
     offset: int
     first_row: int
     rows: int
+
+
+# What `PieceInfo._make` does, without a call of Python for each.
+_piece = partial(tuple.__new__, PieceInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ class TableInfo:
                     dtype=dtype,
                     row_shape=(plane["row_bytes"] // dtype.itemsize,),
                     row_bytes=plane["row_bytes"],
-                    pieces=tuple(map(PieceInfo._make, plane["pieces"])),
+                    pieces=tuple(map(_piece, plane["pieces"])),
                     before=tuple(earlier.row_bytes for earlier in planes),
                 )
             )

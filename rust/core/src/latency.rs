@@ -13,6 +13,8 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 
+use crate::words::Words;
+
 const CELL_BITS: u32 = 7;
 const CELLS_PER_OCTAVE: u64 = 1 << CELL_BITS;
 
@@ -43,7 +45,7 @@ pub const BUCKETS: [Duration; 22] = {
 /// Durations, to within 1 part in 128, from 1 ns to an hour.
 #[derive(Debug)]
 pub struct Latency {
-    cells: Box<[AtomicU64]>,
+    cells: Words,
     nanoseconds: AtomicU64,
     longest: AtomicU64,
 }
@@ -70,7 +72,7 @@ pub struct Summary {
 impl Default for Latency {
     fn default() -> Self {
         Self {
-            cells: (0..CELLS).map(|_| AtomicU64::new(0)).collect(),
+            cells: Words::zeroed(CELLS),
             nanoseconds: AtomicU64::new(0),
             longest: AtomicU64::new(0),
         }

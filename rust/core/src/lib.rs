@@ -60,6 +60,7 @@ mod trim;
 pub mod verify;
 pub mod views;
 pub mod warm;
+mod words;
 
 pub use error::{Error, Place, Result};
 

@@ -89,7 +89,7 @@ pub struct Reader {
     /// Per plane, the short way to mapped rows; empty unless rows may be copied from the mapping.
     cuts: Vec<Cuts>,
     mode: Mode,
-    threads: usize,
+    threads: Option<usize>,
     advice: Advice,
     trimmer: Option<Trimmer>,
     stats: Stats,
@@ -237,7 +237,7 @@ impl Reader {
             table,
             files,
             mode,
-            threads: options.threads.unwrap_or_else(threads::available).max(1),
+            threads: options.threads.map(|threads| threads.max(1)),
             advice: options.advice,
             trimmer: options.max_mapped_bytes.map(Trimmer::new),
             stats: Stats::default(),
@@ -330,7 +330,8 @@ impl Reader {
 
     /// Threads for large copies.
     pub fn threads(&self) -> usize {
-        self.threads
+        // Asking takes a tenth of a millisecond the first time, which opening need not pay.
+        self.threads.unwrap_or_else(threads::available)
     }
 
     /// Advice for the mapping.

@@ -13,6 +13,16 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::words::Words;
+
+/// Bits of word `index` that stand for nothing, where there are `count` bits in all.
+fn beyond(index: usize, count: u64) -> u64 {
+    match count.saturating_sub(index as u64 * 64) {
+        used @ 0..64 => u64::MAX << used,
+        _ => 0,
+    }
+}
+
 /// Believed residency of one file.
 ///
 /// A second, much smaller set of bits says of each 64 pages whether all of them are believed
@@ -21,7 +31,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// miss per row.
 #[derive(Debug)]
 pub struct Residency {
-    words: Box<[AtomicU64]>,
+    words: Words,
     /// One bit per word of `words`: all its pages are believed resident.
     full: Box<[AtomicU64]>,
     /// One bit per word of `full`: all its bits are set.
@@ -41,20 +51,10 @@ impl Residency {
     pub fn new(len: u64) -> Self {
         let page_shift = rustix::param::page_size().trailing_zeros();
         let pages = len.div_ceil(1 << page_shift);
-        let words = zeroed(pages.div_ceil(64));
-        if let (Some(last), used @ 1..) = (words.last(), pages % 64) {
-            // Pages past the end never come in; without them the last word could not be full.
-            last.store(u64::MAX << used, Ordering::Relaxed);
-        }
-        let full = zeroed(pages.div_ceil(64 * 64));
-        if let (Some(last), used @ 1..) = (full.last(), words.len() % 64) {
-            last.store(u64::MAX << used, Ordering::Relaxed);
-        }
-        let vast = zeroed(pages.div_ceil(64 * 64 * 64));
         Self {
-            words,
-            full,
-            vast,
+            words: Words::zeroed(usize::try_from(pages.div_ceil(64)).unwrap_or(usize::MAX)),
+            full: zeroed(pages.div_ceil(64 * 64)),
+            vast: zeroed(pages.div_ceil(64 * 64 * 64)),
             pages,
             page_shift,
             barred: [AtomicU64::new(u64::MAX), AtomicU64::new(0)],
@@ -108,10 +108,11 @@ impl Residency {
             // Most bits are set once and stay: reading first keeps the line shared.
             if word.load(Ordering::Relaxed) & mask != mask {
                 let before = word.fetch_or(mask, Ordering::Relaxed);
-                if before | mask == u64::MAX {
+                if before | mask | beyond(index, self.pages) == u64::MAX {
                     let bit = 1 << (index % 64);
                     let before = self.full[index / 64].fetch_or(bit, Ordering::Relaxed);
-                    if before | bit == u64::MAX {
+                    let count = self.words.len() as u64;
+                    if before | bit | beyond(index / 64, count) == u64::MAX {
                         let bit = 1 << (index / 64 % 64);
                         self.vast[index / 4096].fetch_or(bit, Ordering::Relaxed);
                     }
@@ -195,6 +196,20 @@ mod tests {
         assert_eq!(residency.count(0..200), 70 + 40);
         assert!(residency.contains(0, 70 * 4096) && !residency.contains(0, 70 * 4096 + 1));
         assert!(!residency.contains(100 * 4096, 1) && residency.contains(160 * 4096, 40 * 4096));
+    }
+
+    #[test]
+    fn the_smaller_sets_answer_for_a_file_that_is_all_there() {
+        for pages in [1, 63, 64, 65, 4095, 4096, 4097, 300_000] {
+            let residency = Residency::new(pages * 4096);
+            residency.set(0..pages - 1);
+            let last = (pages - 1) / 4096;
+            assert!(!Residency::bit(&residency.vast, last), "{pages}");
+            residency.set(pages - 1..pages);
+            assert!((0..=last).all(|bit| Residency::bit(&residency.vast, bit)));
+            residency.clear(0..1);
+            assert!(!Residency::bit(&residency.vast, 0));
+        }
     }
 
     proptest! {

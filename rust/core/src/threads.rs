@@ -14,6 +14,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use crate::cgroup;
 use crate::error::{Error, Result};
 pub(crate) use crate::process::PerProcess;
+use crate::system;
 
 /// Threads this process may use at once: the smaller of its CPU affinity and its cgroup quotas,
 /// its own and those of every parent group, v1 and v2. At least 1.
@@ -24,8 +25,7 @@ pub fn available() -> usize {
     if known > 0 {
         return known;
     }
-    let affinity = std::thread::available_parallelism().map_or(1, usize::from);
-    let available = affinity.min(cgroup::cpus()).max(1);
+    let available = system::processors().min(cgroup::cpus()).max(1);
     AVAILABLE.store(available, Ordering::Relaxed);
     available
 }

@@ -26,6 +26,14 @@ pub(crate) const POPULATE_WRITE: Option<memmap2::Advice> = Some(memmap2::Advice:
 /// Whether the kernel tells which pages of a file are in memory.
 pub(crate) const TELLS_RESIDENT_PAGES: bool = true;
 
+/// Processors this thread may run on, quotas left aside.
+pub(crate) fn processors() -> usize {
+    let allowed = rustix::thread::sched_getaffinity(None).map(|set| set.count());
+    // The kernel refuses where there are more processors than the set has places for.
+    let count = allowed.ok().and_then(|count| usize::try_from(count).ok());
+    count.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
 /// Reads of `file` will be at random: they must not pull in their neighbourhood.
 pub(crate) fn advise_random(file: &File) -> io::Result<()> {
     Ok(rustix::fs::fadvise(file, 0, None, Advice::Random)?)

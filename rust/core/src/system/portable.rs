@@ -19,6 +19,10 @@ fn absent() -> io::Error {
     io::Error::from_raw_os_error(libc::ENOSYS)
 }
 
+pub(crate) fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 pub(crate) fn advise_random(_file: &File) -> io::Result<()> {
     Err(absent())
 }
