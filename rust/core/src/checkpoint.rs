@@ -170,7 +170,7 @@ impl Checkpoint {
         }
         let file = location::Found::by_argument(path)?;
         let config = reading::config(&path.with_file_name("config.json"))?;
-        let (files, opened) = reading::headers(vec![file], keep)?;
+        let (files, opened) = reading::headers(vec![file], None, keep)?;
         Self::assemble(path, files, opened, config, None)
     }
 
@@ -181,7 +181,7 @@ impl Checkpoint {
             return Err(directory.nothing_to_read());
         }
         let config = reading::config(&directory.path().join("config.json"))?;
-        let (files, opened) = reading::headers(found, keep)?;
+        let (files, opened) = reading::headers(found, None, keep)?;
         Self::assemble(path, files, opened, config, None)
     }
 
@@ -193,7 +193,30 @@ impl Checkpoint {
         keep: bool,
     ) -> Result<Self> {
         let text = index::text(index_path)?;
-        let index = index::parse(&text, index_path)?;
+        let early = reading::Early::new(directory.regular_safetensors_files()?, keep);
+        let (wanted, early) = early.around(|early| {
+            let wanted = Self::wanted(directory, index_path, &text)?;
+            early.work();
+            Ok::<_, Error>(wanted)
+        });
+        let (index, found, named, config) = wanted?;
+        let (files, opened) = reading::headers(found, Some(early), keep)?;
+        let listed = catalogue::Listed {
+            entries: &index.entries,
+            files: named,
+            path: index_path,
+        };
+        Self::assemble(path, files, opened, config, Some(&listed))
+    }
+
+    /// What the index in `text` says, the files that it names and those beside them, how many it
+    /// names, and the model's configuration.
+    fn wanted<'t>(
+        directory: &Directory,
+        index_path: &Path,
+        text: &'t str,
+    ) -> Result<(index::Index<'t>, Vec<location::Found>, usize, Option<Value>)> {
+        let index = index::parse(text, index_path)?;
         let mut found = directory.named_files(&index.files, index_path)?;
         let named = found.len();
         let is_named = |name: &OsStr| {
@@ -208,13 +231,7 @@ impl Checkpoint {
         }
         found.extend(side_files);
         let config = reading::config(&directory.path().join("config.json"))?;
-        let (files, opened) = reading::headers(found, keep)?;
-        let listed = catalogue::Listed {
-            entries: &index.entries,
-            files: named,
-            path: index_path,
-        };
-        Self::assemble(path, files, opened, config, Some(&listed))
+        Ok((index, found, named, config))
     }
 
     fn assemble(

@@ -228,6 +228,18 @@ impl Directory {
         self.names(|name| Path::new(name).extension() == suffix)
     }
 
+    /// Every safetensors file of the directory that the listing says is a regular file, sorted by name.
+    pub(super) fn regular_safetensors_files(&self) -> Result<Vec<Found>> {
+        let mut names = self.safetensors_names()?;
+        names.retain(|name| self.lists_regular(name));
+        let found = names.into_iter().map(|name| Found {
+            path: self.path.join(&name),
+            resolved: self.resolved.join(&name),
+            beside_index: false,
+        });
+        Ok(found.collect())
+    }
+
     /// Every safetensors file of the directory but those whose names are known; sub-directories are
     /// not searched.
     pub(super) fn safetensors_files(

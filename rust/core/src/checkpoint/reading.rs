@@ -6,8 +6,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 
 use serde_json::Value;
@@ -18,6 +18,7 @@ use super::packed::Packed;
 use super::{CheckpointFile, Identity};
 use crate::error::{Error, Result};
 use crate::header;
+use crate::system;
 
 /// Longest `config.json` read.
 const MAX_CONFIG_BYTES: u64 = 64 << 20;
@@ -69,16 +70,81 @@ fn open(path: &Path, doing: &str) -> Result<(File, Identity)> {
     Ok((file, identity))
 }
 
-/// Reads the headers of all files, on a few threads when there are many; results and the first
-/// error are those of reading them in order. With `keep` the files stay open, unless that is more
-/// than the process may hold.
-pub(super) fn headers(
+/// Headers of a directory's files, read on a few threads while an index says which are wanted.
+///
+/// A header costs some microseconds and an index a hundred or more, so waiting for the one before
+/// the other begins would leave all threads but one with nothing to do. What turns out not to be
+/// wanted, or could not be read, is as if it had never been looked at.
+pub(super) struct Early {
     found: Vec<Found>,
     keep: bool,
+    next: AtomicUsize,
+    read: Vec<OnceLock<(Identity, Contents)>>,
+}
+
+impl Early {
+    /// For `found`, with nothing read yet. With `keep` the files stay open.
+    pub(super) fn new(found: Vec<Found>, keep: bool) -> Self {
+        Self {
+            read: found.iter().map(|_| OnceLock::new()).collect(),
+            found,
+            keep,
+            next: AtomicUsize::new(0),
+        }
+    }
+
+    /// Runs `body` while other threads read, where that is worth it, and hands it what they share.
+    pub(super) fn around<T>(self, body: impl FnOnce(&Self) -> T) -> (T, Self) {
+        let helpers = threads_for(self.found.len()) - 1;
+        let outcome = thread::scope(|scope| {
+            for _ in 0..helpers {
+                // A refused thread is no failure: the caller does the work that is left.
+                drop(thread::Builder::new().spawn_scoped(scope, || self.work()));
+            }
+            let outcome = body(&self);
+            self.next.store(self.found.len(), Ordering::Relaxed);
+            outcome
+        });
+        (outcome, self)
+    }
+
+    /// Reads headers until none is left.
+    pub(super) fn work(&self) {
+        let mut buffer = Vec::new();
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(file) = self.found.get(number) else {
+                return;
+            };
+            match header_of(file, number, self.keep, &mut buffer) {
+                Ok(read) => drop(self.read[number].set(read)),
+                // Whoever wants this file meets the error again.
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// What was read of `file`, if it has the same number here.
+    fn take(&mut self, number: usize, file: &Found) -> Option<(Identity, Contents)> {
+        let same = self
+            .found
+            .get(number)
+            .is_some_and(|found| found.path == file.path && found.resolved == file.resolved);
+        if same { self.read[number].take() } else { None }
+    }
+}
+
+/// Reads the headers of all files that `early` has not, on a few threads when there are many;
+/// results and the first error are those of reading them in order. With `keep` the files stay open,
+/// unless that is more than the process may hold.
+pub(super) fn headers(
+    found: Vec<Found>,
+    early: Option<Early>,
+    keep: bool,
 ) -> Result<(Vec<CheckpointFile>, Vec<Contents>)> {
-    let read = match read_headers(&found, keep) {
+    let read = match read_headers(&found, early, keep) {
         Err(Error::Io { errno, .. }) if keep && errno == libc::EMFILE => {
-            read_headers(&found, false)
+            read_headers(&found, None, false)
         }
         result => result,
     }?;
@@ -94,34 +160,62 @@ pub(super) fn headers(
     Ok(files.unzip())
 }
 
-fn read_headers(found: &[Found], keep: bool) -> Result<Vec<(Identity, Contents)>> {
-    let wanted = found.len().div_ceil(FILES_PER_THREAD).min(MAX_THREADS);
-    let threads = if wanted > 1 {
-        thread::available_parallelism().map_or(1, |cores| wanted.min(cores.get()))
+/// Threads that read so many headers, the calling one included.
+fn threads_for(files: usize) -> usize {
+    let wanted = files.div_ceil(FILES_PER_THREAD).min(MAX_THREADS);
+    if wanted > 1 {
+        wanted.min(system::processors())
     } else {
         1
-    };
+    }
+}
+
+fn read_headers(
+    found: &[Found],
+    early: Option<Early>,
+    keep: bool,
+) -> Result<Vec<(Identity, Contents)>> {
+    let mut early = early;
+    let mut read: Vec<_> = found
+        .iter()
+        .enumerate()
+        .map(|(number, file)| early.as_mut()?.take(number, file))
+        .collect();
+    let left: Vec<_> = (0..found.len())
+        .filter(|&number| read[number].is_none())
+        .collect();
+    for (number, result) in read_these(found, &left, keep) {
+        read[number] = Some(result?);
+    }
+    Ok(read.into_iter().flatten().collect())
+}
+
+/// Reads the headers of the files with these numbers; results come in order, none after an error.
+fn read_these(
+    found: &[Found],
+    numbers: &[usize],
+    keep: bool,
+) -> Vec<(usize, Result<(Identity, Contents)>)> {
     let next = AtomicUsize::new(0);
     let work = || {
         let mut buffer = Vec::new();
         let mut done = Vec::new();
         loop {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            let Some(file) = found.get(number) else {
+            let Some(&number) = numbers.get(next.fetch_add(1, Ordering::Relaxed)) else {
                 return done;
             };
-            let result = header_of(file, number, keep, &mut buffer);
+            let result = header_of(&found[number], number, keep, &mut buffer);
             let failed = result.is_err();
             done.push((number, result));
             if failed {
                 // Files before this one are taken by now, those after it no longer matter.
-                next.fetch_max(found.len(), Ordering::Relaxed);
+                next.fetch_max(numbers.len(), Ordering::Relaxed);
             }
         }
     };
     let mut results = thread::scope(|scope| {
         // A refused thread is no failure: this one does the work that is left.
-        let helpers: Vec<_> = (1..threads)
+        let helpers: Vec<_> = (1..threads_for(numbers.len()))
             .map_while(|_| thread::Builder::new().spawn_scoped(scope, work).ok())
             .collect();
         let mut results = work();
@@ -134,8 +228,7 @@ fn read_headers(found: &[Found], keep: bool) -> Result<Vec<(Identity, Contents)>
         results
     });
     results.sort_unstable_by_key(|&(number, _)| number);
-
-    results.into_iter().map(|(_, result)| result).collect()
+    results
 }
 
 fn header_of(
@@ -193,7 +286,10 @@ fn read_header(
         entries
     });
     let pack = catalogue::pack(&header.tensors, number);
-    let handle = keep.then(|| Arc::new(handle));
+    // Rows are in tensors of two dimensions; a file that has none is better closed here, by as many
+    // threads as read.
+    let may_hold_rows = header.tensors.iter().any(|tensor| tensor.shape.len() > 1);
+    let handle = (keep && may_hold_rows).then(|| Arc::new(handle));
     let contents = Contents {
         pack,
         metadata,
@@ -306,7 +402,8 @@ pub(super) fn small_text(path: &Path, max_bytes: u64, what: &str) -> Result<Opti
             path,
         ));
     }
-    let mut bytes = Vec::new();
+    // One more than there should be, so that the end is seen without another allocation.
+    let mut bytes = Vec::with_capacity(usize::try_from(identity.len).unwrap_or(0) + 1);
     (&handle)
         .take(max_bytes)
         .read_to_end(&mut bytes)

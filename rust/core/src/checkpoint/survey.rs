@@ -183,7 +183,7 @@ impl Survey {
 
     /// The header of one file, or what is wrong with it.
     fn header(&mut self, file: &Found) -> Header {
-        let error = match reading::headers(vec![file.clone()], false) {
+        let error = match reading::headers(vec![file.clone()], None, false) {
             Ok((files, contents)) => {
                 self.bytes += files.iter().map(|file| file.identity.len).sum::<u64>();
                 let Some(contents) = contents.into_iter().next() else {
