@@ -1,6 +1,8 @@
 """A fresh process that opens a checkpoint; `opening.py` starts it with a task as JSON."""
 
 import gc
+import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -16,10 +18,10 @@ def by_engram(task: dict) -> object:
     return engram.FileGather(task["checkpoint"])
 
 
-def by_safetensors(files: list[str]) -> object:
+def by_safetensors(files: list[str], framework: str) -> object:
     handles = []
     for file in files:
-        handle = safetensors.safe_open(file, framework="np")
+        handle = safetensors.safe_open(file, framework=framework)
         list(handle.keys())
         handles.append(handle)
     return handles
@@ -35,9 +37,12 @@ def main(task: dict) -> dict:
         return {name: after[name] - before[name] for name in after}
     ways = [
         ("engram", lambda: by_engram(task)),
-        ("all", lambda: by_safetensors(task["all"])),
-        ("held", lambda: by_safetensors(task["held"])),
+        ("all", lambda: by_safetensors(task["all"], "np")),
+        ("held", lambda: by_safetensors(task["held"], "np")),
     ]
+    if importlib.util.find_spec("torch"):
+        importlib.import_module("torch")
+        ways.append(("torch", lambda: by_safetensors(task["all"], "pt")))
     seconds: dict[str, list[float]] = {name: [] for name, _ in ways}
     for turn in range(task["turn"], task["turn"] + task["repeats"] + 1):
         for place in range(len(ways)):
