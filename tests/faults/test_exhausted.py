@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from children import SYSCALLS, child
+
+from checkpoint_support import checkpoint, safetensors, shards, tensor
 
 GATHER = """
 directory = sys.argv[1]
@@ -66,3 +70,107 @@ def test_no_thread_can_be_started_any_more(table):
     assert seen["served"] > 10
     assert (seen["stuck"], seen["others"]) == (0, 0)
     assert seen["after"] == [True] * 5
+
+
+WIDE = 4 << 20
+"""Bytes of a row, so that the memory it is read into is more than what is left."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    path = tmp_path_factory.mktemp("wide") / "model.safetensors"
+    return safetensors(path, tensor("wide.weight", "U8", (8, WIDE)))
+
+
+@pytest.mark.parametrize(
+    ("way", "runs", "words"),
+    [
+        ("auto", "mmap+uring", "of host memory"),
+        ("uring", "uring", "of host memory"),
+        ("direct", "uring-direct", "of host memory"),
+        ("pread", "pread", "to read rows into"),
+        pytest.param(
+            "threads",
+            "pread-direct",
+            "to read rows into",
+            marks=pytest.mark.skipif(not SYSCALLS, reason="system call numbers are not known"),
+        ),
+        ("cached", "cache+mmap+uring-direct", "to read rows into"),
+    ],
+)
+def test_no_memory_to_read_into(wide, way, runs, words):
+    """An address space with room for everything but the rows: refused, then served."""
+    script = """
+    import resource
+    path, way = sys.argv[1:]
+    if way == "threads":
+        refuse("io_uring_setup", 1)
+    io = {"threads": "direct", "cached": "auto"}.get(way, way)
+    gather = engram.FileGather(path, "wide.weight", io=io,
+                               cache_bytes="64MiB" if way == "cached" else 0)
+    ids = [1, 4, 6]
+    out = np.empty((3, gather.row_bytes), np.uint8)
+    if way == "threads":
+        gather.gather([0, 2, 3], out=out)  # Its threads wait for more.
+    engram.drop_cache(path)
+    stored = np.fromfile(path, np.uint8)[-8 * gather.row_bytes:].reshape(8, -1)[ids]
+    engram.drop_cache(path)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), limits[1]))
+    errors = []
+    for _ in range(2):
+        try:
+            gather.gather(ids, out=out)
+        except OSError as refused:
+            errors.append([refused.errno, str(refused), refused.table])
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    gather.gather(ids, out=out)
+    report(errors=errors, right=bool((out == stored).all()), runs=gather.stats()["io"]["runs"])
+    """
+    seen = child(script, wide, way)
+    if seen["runs"] != runs:
+        pytest.skip(f"reads run as {seen['runs']} here")
+    assert [number for number, *_ in seen["errors"]] == [errno.ENOMEM] * 2
+    for _, text, table in seen["errors"]:
+        assert "cannot allocate" in text
+        assert words in text
+        assert table == "wide.weight"
+    assert seen["right"], "the next call is served"
+
+
+@pytest.mark.parametrize("way", ["direct", "budget"])
+def test_descriptors_that_run_out_between_two_of_a_file(tmp_path, way):
+    """Direct reads take a second descriptor per file: without one the page cache is used."""
+    script = """
+    import resource
+    directory, way = sys.argv[1:]
+    opened = lambda: max(map(int, os.listdir("/proc/self/fd")))
+    if way == "direct":
+        # Room for the files, the ring, and three more.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened() + 6 + 1 + 3, 1 << 10))
+        gather = engram.FileGather(directory, io="direct")
+    else:
+        gather = engram.FileGather(directory)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened() + 3, 1 << 10))
+        gather.resize("1MiB")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 10, 1 << 10))
+    every = np.arange(gather.num_rows)
+    stored = engram.FileGather(directory, io="pread").gather(every).view(np.uint8)
+    engram.drop_cache(gather.files)
+    same = [bool((gather.gather(every).view(np.uint8) == stored).all()) for _ in range(2)]
+    report(same=same, files=len(gather.files),
+           io=gather.stats()["io"])
+    """
+    contents = {
+        f"model-{place + 1:05}-of-00006.safetensors": [piece]
+        for place, piece in enumerate(shards([10] * 6, 32))
+    }
+    seen = child(script, checkpoint(tmp_path / "c", contents), way)
+    assert seen["files"] == 6
+    assert seen["same"] == [True, True]
+    assert seen["io"]["direct_alignment"] is None
+    assert "direct" not in seen["io"]["runs"]
+    (said,) = [text for text in seen["io"]["fallbacks"] if "direct I/O refused" in text]
+    assert "Too many open files" in said
+    assert "ulimit -n" in said
