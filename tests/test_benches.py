@@ -124,7 +124,9 @@ def test_mixed(directory):
     document = measured("mixed", directory, "--section", "resident", "--ids", "uniform")
     for share in (25, 50, 75):
         state = f"{share}% resident"
-        assert {"engram", "engram, just opened"} <= methods(document, state=state, rows=4096)
+        shown = methods(document, state=state, rows=4096)
+        assert {"engram", "engram, just opened", "np.take", "32 threads over a map"} <= shown
+        assert {f"engram, io={mode!r}" for mode in ("pread", "mmap")} <= shown
         before = float(document["machine"][f"{state}, uniform ids"].split("%")[0])
         assert before == pytest.approx(share, abs=3)
         by_name = {
