@@ -11,9 +11,10 @@ distinct missing row, of which each call's are counted. With ids from text the s
 text makes of it.
 
 The second part runs in a control group that may use a tenth of the table's size, page cache
-included: batches of engram and of a bare loop of direct reads in turn, once the group is full.
+included: batches of engram and of a bare loop of direct reads in turn, once the group is full. The
+third compares advice on the mapping where memory is short.
 
-    python benches/mixed.py [--section resident|limit|memory] [--ids uniform|text]
+    python benches/mixed.py [--section resident|limit|advice|memory] [--ids uniform|text]
 """
 
 import argparse
@@ -47,6 +48,7 @@ LEAST = 5
 REREADING_CALLS = 5
 FAULTING_CALLS = 3
 MOST_FAULTS = 16_384
+SECTIONS = ("resident", "limit", "advice", "memory")
 MODES = ("uring", "pread", "mmap", "direct")
 CANDIDATES = 1 << 16
 CLUSTER = 4
@@ -62,7 +64,7 @@ DRIFT = 0.1
 
 def main(arguments: list[str] | None = None) -> int:
     made = options.parser(__doc__, seconds=2.0)
-    made.add_argument("--section", choices=("all", "resident", "limit", "memory"), default="all")
+    made.add_argument("--section", choices=("all", *SECTIONS), default="all")
     made.add_argument("--without-bare", action="store_true", help="skip the bare io_uring loops")
     made.add_argument("--cgroup", type=Path, help="make the limited control group below this one")
     made.add_argument(
@@ -80,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
         resident_section(chosen, report, info, with_bare)
     if chosen.section in ("all", "limit"):
         pressure.limited_section(chosen, report, info, with_bare)
+    if chosen.section in ("all", "advice"):
+        pressure.advice_section(chosen, report, info)
     if chosen.section in ("all", "memory"):
         pressure.memory_section(chosen, report, info)
     return report.finish()

@@ -143,6 +143,12 @@ def test_memory_and_limits(directory, support):
     assert document["memory"]["grown"] > 0
     document = measured("mixed", directory, "--section", "limit", "--cgroup", directory / "none")
     assert any("no control group" in note for note in document["notes"])
+    document = measured("mixed", directory, "--section", "advice", "--cgroup", directory / "none")
+    assert any("advice was not compared" in note for note in document["notes"])
+    document = measured("mixed", directory, "--section", "advice")
+    if not any("advice was not compared" in note for note in document["notes"]):
+        assert set(document["advice"]) == {"random", "normal"}
+        assert all(0 < told["missing"] <= 1 for told in document["advice"].values())
     groups = support("support.control_group")
     fake = directory / "group"
     fake.mkdir()
