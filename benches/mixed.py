@@ -4,14 +4,17 @@ A random quarter, half and three quarters of the pages of the table's file, in c
 read through another descriptor; mincore says what that came to. Batches hold exactly that share of
 rows from those pages. "engram" has known the pages for a while: it asked the kernel for the table's
 residency and has copied a row of each. "engram, just opened" is a new `FileGather` for each call,
-opening not counted. The time to beat is that of reading the missing rows alone: "engram, only
-missing" and "bare io_uring, only missing"; it is compared per distinct missing row, of which each
-call's are counted. With ids from text the share is what the text makes of it.
+opening not counted. numpy, torch and a pool of threads read through a mapping with advice for
+random access; io='direct' reads every row from the device. The time to beat is that of reading the
+missing rows alone: "engram, only missing" and "bare io_uring, only missing"; it is compared per
+distinct missing row, of which each call's are counted. With ids from text the share is what the
+text makes of it.
 
 The second part runs in a control group that may use a tenth of the table's size, page cache
-included: batches of engram and of a bare loop of direct reads in turn, once the group is full.
+included: batches of engram and of a bare loop of direct reads in turn, once the group is full. The
+third compares advice on the mapping where memory is short.
 
-    python benches/mixed.py [--section resident|limit|memory] [--ids uniform|text]
+    python benches/mixed.py [--section resident|limit|advice|memory] [--ids uniform|text]
 """
 
 import argparse
@@ -23,7 +26,15 @@ from pathlib import Path
 import numpy as np
 
 import engram
-from engram.cli.baselines import MappedTable, gathering, numpy_take
+from engram.cli.baselines import (
+    POOL_THREADS,
+    MappedTable,
+    gathering,
+    numpy_take,
+    present,
+    threads_over_map,
+    torch_select,
+)
 from engram.cli.measured import Measurement
 from engram.cli.page_cache import bytes_read
 from engram.cli.timing import Method, interleaved
@@ -37,6 +48,8 @@ LEAST = 5
 REREADING_CALLS = 5
 FAULTING_CALLS = 3
 MOST_FAULTS = 16_384
+SECTIONS = ("resident", "limit", "advice", "memory")
+MODES = ("uring", "pread", "mmap", "direct")
 CANDIDATES = 1 << 16
 CLUSTER = 4
 """Pages that are resident or missing together: single ones would take four times as long to read,
@@ -51,7 +64,7 @@ DRIFT = 0.1
 
 def main(arguments: list[str] | None = None) -> int:
     made = options.parser(__doc__, seconds=2.0)
-    made.add_argument("--section", choices=("all", "resident", "limit", "memory"), default="all")
+    made.add_argument("--section", choices=("all", *SECTIONS), default="all")
     made.add_argument("--without-bare", action="store_true", help="skip the bare io_uring loops")
     made.add_argument("--cgroup", type=Path, help="make the limited control group below this one")
     made.add_argument(
@@ -69,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
         resident_section(chosen, report, info, with_bare)
     if chosen.section in ("all", "limit"):
         pressure.limited_section(chosen, report, info, with_bare)
+    if chosen.section in ("all", "advice"):
+        pressure.advice_section(chosen, report, info)
     if chosen.section in ("all", "memory"):
         pressure.memory_section(chosen, report, info)
     return report.finish()
@@ -81,7 +96,7 @@ def resident_section(chosen, report: Report, info, with_bare: bool) -> None:
     for share in SHARES:
         for name, supply in sources.items():
             state.make(share)
-            with Known(info, state) as known:
+            with Known(info, state, report) as known:
                 for rows in chosen.rows:
                     measure(chosen, report, known, share, rows, name, supply, with_bare)
                 report.add(known.measurements)
@@ -176,15 +191,21 @@ class PartlyResident:
 class Known:
     """A gather that has known for a while what is resident, and what was measured with it."""
 
-    def __init__(self, info, state: PartlyResident) -> None:
+    def __init__(self, info, state: PartlyResident, report: Report) -> None:
         self.info = info
         self.state = state
+        self.report = report
         self.measurements: list[Measurement] = []
 
     def __enter__(self) -> "Known":
         directory = self.info.directory
         self.gather = engram.FileGather(directory)
-        self.modes = {mode: engram.FileGather(directory, io=mode) for mode in ("uring", "mmap")}
+        self.modes: dict[str, engram.FileGather] = {}
+        for mode in MODES:
+            try:
+                self.modes[mode] = engram.FileGather(directory, io=mode)
+            except OSError as error:
+                self.report.note(f"io={mode!r} cannot run here: {error}")
         self.mapped = MappedTable(self.gather)
         self.gather.residency()
         self._touch()
@@ -197,9 +218,12 @@ class Known:
             return
         # Pages that some mapping holds cannot be dropped.
         self.mapped.release()
-        self.modes.pop("mmap").close()
+        mapped = self.modes.get("mmap")
+        if mapped is not None:
+            mapped.close()
         self.state.restore()
-        self.modes["mmap"] = engram.FileGather(self.info.directory, io="mmap")
+        if mapped is not None:
+            self.modes["mmap"] = engram.FileGather(self.info.directory, io="mmap")
         self.gather.residency()
 
     def __exit__(self, *_: object) -> None:
@@ -263,15 +287,24 @@ def measure(
             most=most,
         )
 
+    faulting_calls = max(1, min(FAULTING_CALLS, MOST_FAULTS // missing))
+    mapped = [
+        numpy_take("np.take", known.mapped),
+        torch_select("torch.index_select", known.mapped),
+        threads_over_map(f"{POOL_THREADS} threads over a map", known.mapped),
+    ]
     methods = [
         noted(gathering("engram", known.gather)),
         noted(gathering("engram, only missing", known.gather), missing_batches),
         noted(just_opened(known)),
-        *(noted(by_mode(known, mode), most=REREADING_CALLS) for mode in known.modes),
-        noted(
-            numpy_take("np.take", known.mapped),
-            most=max(1, min(FAULTING_CALLS, MOST_FAULTS // missing)),
+        # Direct reads leave the page cache as it is.
+        *(
+            by_mode(known, mode)
+            if mode == "direct"
+            else noted(by_mode(known, mode), most=REREADING_CALLS)
+            for mode in known.modes
         ),
+        *(noted(method, most=faulting_calls) for method in present(mapped)),
     ]
     if with_bare:
         ideal = bare.uring("bare io_uring, only missing", known.gather, direct=False)
@@ -294,6 +327,7 @@ def measure(
         per_row = {
             method: float(np.median(np.array(result.seconds) / np.maximum(counts[method], 1)))
             for method, result in results.items()
+            if method in counts
         }
         figures(report, f"{label}, {name} ids, {rows:,} rows", per_row)
 

@@ -124,7 +124,9 @@ def test_mixed(directory):
     document = measured("mixed", directory, "--section", "resident", "--ids", "uniform")
     for share in (25, 50, 75):
         state = f"{share}% resident"
-        assert {"engram", "engram, just opened"} <= methods(document, state=state, rows=4096)
+        shown = methods(document, state=state, rows=4096)
+        assert {"engram", "engram, just opened", "np.take", "32 threads over a map"} <= shown
+        assert {f"engram, io={mode!r}" for mode in ("pread", "mmap")} <= shown
         before = float(document["machine"][f"{state}, uniform ids"].split("%")[0])
         assert before == pytest.approx(share, abs=3)
         by_name = {
@@ -141,6 +143,12 @@ def test_memory_and_limits(directory, support):
     assert document["memory"]["grown"] > 0
     document = measured("mixed", directory, "--section", "limit", "--cgroup", directory / "none")
     assert any("no control group" in note for note in document["notes"])
+    document = measured("mixed", directory, "--section", "advice", "--cgroup", directory / "none")
+    assert any("advice was not compared" in note for note in document["notes"])
+    document = measured("mixed", directory, "--section", "advice")
+    if not any("advice was not compared" in note for note in document["notes"]):
+        assert set(document["advice"]) == {"random", "normal"}
+        assert all(0 < told["missing"] <= 1 for told in document["advice"].values())
     groups = support("support.control_group")
     fake = directory / "group"
     fake.mkdir()

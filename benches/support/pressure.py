@@ -16,6 +16,8 @@ CHILD = Path(__file__).with_name("under_pressure.py")
 SHARE = 10
 LEAST_LIMIT = 192 << 20
 """Python and numpy alone need some tens of megabytes."""
+ADVICE_SPAN = 384 << 20
+"""Bytes of the table that are used, twice what the group has room for."""
 MOST_P99 = 1.5
 MOST_BESIDE_TABLE = 6 << 20
 
@@ -70,6 +72,37 @@ def limited_section(chosen, report: Report, info, with_bare: bool) -> None:
         )
     _count(report, told)
     report.extra["limited"] = {"limit": limit, "rows": chosen.limited_rows, **told}
+
+
+def advice_section(chosen, report: Report, info) -> None:
+    """Either advice on the mapping where memory is short and some rows are wanted more often."""
+    print(f"\n## Advice, under a memory limit of {format_bytes(LEAST_LIMIT)}\n")
+    lines, told = [], {}
+    for advice in ("random", "normal"):
+        engram.drop_cache(info.files)
+        try:
+            with control_group.limited(LEAST_LIMIT, chosen.cgroup) as group:
+                told[advice] = _run(
+                    {
+                        "what": "advice",
+                        "checkpoint": str(info.directory),
+                        "group": [str(group.path), group.version],
+                        "advice": advice,
+                        "span": ADVICE_SPAN,
+                        "rows": 256,
+                        "batches": 20 if chosen.quick else 4000,
+                    }
+                )
+        except control_group.Refused as reason:
+            report.note(f"advice was not compared, no control group: {reason}")
+            return
+        _count(report, told[advice])
+        cells = told[advice]
+        missing, read = f"{cells['missing']:.1%}", format_bytes(cells["bytes_read"])
+        lines.append([advice, missing, read, format_seconds(cells["seconds"])])
+    print(f"256 rows per batch, four fifths of them in an eighth of {format_bytes(ADVICE_SPAN)}:\n")
+    print(markdown(["advice", "rows missing", "read from the device", "time"], lines))
+    report.extra["advice"] = told
 
 
 def memory_section(chosen, report: Report, info) -> None:

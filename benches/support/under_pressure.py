@@ -70,6 +70,46 @@ def limited(task: dict) -> dict:
     }
 
 
+def advice(task: dict) -> dict:
+    """Rows that are wanted unequally often, more than the group has room for."""
+    group = Group(Path(task["group"][0]), task["group"][1])
+    group.join()
+    import numpy as np
+
+    import engram
+    from engram import synth
+    from engram.cli.page_cache import bytes_read
+
+    info = synth.load(task["checkpoint"])
+    table = info.tables[0]
+    span = min(table.rows, task["span"] // table.row_bytes)
+    often = span // 8
+    generator = np.random.default_rng(4)
+    out = np.full((task["rows"], table.row_bytes), 1, np.uint8)
+    wrong = 0
+    with engram.FileGather(info.directory, advice=task["advice"]) as gather:
+        seconds = 0.0
+        before, read = gather.stats(), bytes_read()
+        for batch in range(2 * task["batches"]):
+            if batch == task["batches"]:  # The group is full, and what is kept has settled.
+                seconds, before, read = 0.0, gather.stats(), bytes_read()
+            ids = generator.integers(often, span, task["rows"])
+            hot = generator.random(task["rows"]) < 0.8
+            ids[hot] = generator.integers(0, often, int(hot.sum()))
+            begin = time.perf_counter()
+            gather.gather(ids, out=out)
+            seconds += time.perf_counter() - begin
+        wrong = int((out != table.expected(ids)["weight"]).any(axis=-1).sum())
+        stats = gather.stats()
+    return {
+        "seconds": seconds,
+        "missing": (stats["rows_fetched"] - before["rows_fetched"]) / (task["batches"] * len(out)),
+        "bytes_read": bytes_read() - read,
+        "rows_checked": len(out),
+        "rows_wrong": wrong,
+    }
+
+
 def memory(task: dict) -> dict:
     """What opening and gathering add to the memory of a process that keeps its own buffers."""
     import numpy as np
@@ -101,4 +141,5 @@ def memory(task: dict) -> dict:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps({"limit": limited, "memory": memory}[asked["what"]](asked)))
+    tasks = {"limit": limited, "advice": advice, "memory": memory}
+    print(json.dumps(tasks[asked["what"]](asked)))

@@ -115,15 +115,18 @@ def check(result: int) -> None:
 CLONE_NEWNS = 0x00020000
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 SYSCALLS = {
-    "x86_64": {"mmap": 9, "openat": 257, "io_uring_setup": 425},
-    "aarch64": {"mmap": 222, "openat": 56, "io_uring_setup": 425},
+    "x86_64": {"mmap": 9, "openat": 257, "io_uring_setup": 425, "clone": 56, "clone3": 435},
+    "aarch64": {"mmap": 222, "openat": 56, "io_uring_setup": 425, "clone": 220, "clone3": 435},
 }.get(os.uname().machine, {})
+
+
+SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(os.uname().machine, -1)
 
 
 def refuse(
     name: str, error: int, argument: int | None = None, mask: int = 0, value: int = 0
 ) -> None:
-    """Makes the kernel answer a system call with `error`, by a seccomp filter.
+    """Makes the kernel answer a system call of any thread with `error`, by a seccomp filter.
 
     With `argument` only calls whose argument of that index, masked, equals `value`.
     """
@@ -142,9 +145,9 @@ def refuse(
     program += [(answer, 0, 0, refusal), (answer, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *each) for each in program))
     filters = struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(code))
-    no_new_privileges, seccomp, filter_mode = 38, 22, 2
+    no_new_privileges, filter_mode, all_threads = 38, 1, 1
     check(LIBC.prctl(no_new_privileges, 1, 0, 0, 0))
-    check(LIBC.prctl(seccomp, filter_mode, ctypes.create_string_buffer(filters), 0, 0))
+    check(LIBC.syscall(SYS_SECCOMP, filter_mode, all_threads, ctypes.create_string_buffer(filters)))
 
 
 def own_mounts() -> None:

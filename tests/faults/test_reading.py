@@ -146,6 +146,76 @@ def test_loading_the_rest_of_a_model_need_not_push_out_the_table(tmp_path, large
         assert gather.stats()["major_faults"] == 0
 
 
+def test_pages_that_went_away_cost_one_slow_batch(large):
+    """Faults of the first are noticed; from then on beliefs are put to the kernel."""
+    script = """
+    import resource
+    gather = engram.FileGather(directory, threads=1)
+    engram.drop_cache(gather.files)
+    half = gather.num_rows // 2
+    random = np.random.default_rng(8)
+    batches = [random.choice(half, 1500, replace=False) + half * part for part in (0, 1)]
+    for ids in batches:
+        gather.gather(ids)
+    # Behind engram's back, which goes on believing that all of them are in memory.
+    with open(gather.files[0], "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    faults = lambda: resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    seen = []
+    for ids in batches:
+        before, stats = faults(), gather.stats()
+        correct = right(info, ids, gather.gather(ids))
+        after = gather.stats()
+        seen.append({
+            "correct": correct,
+            "faults": faults() - before,
+            **{name: after[name] - stats[name]
+               for name in ("major_faults", "rows_fetched", "pages_probed")},
+        })
+    report(seen=seen)
+    """
+    first, second = child(script, large.directory, before=OPEN)["seen"]
+    assert first["correct"]
+    assert second["correct"]
+    if first["faults"] < 100:
+        pytest.skip("this filesystem keeps what it was told to drop")
+    assert first["major_faults"] > 0
+    assert second["faults"] < first["faults"] // 10
+    assert second["major_faults"] == 0
+    assert second["rows_fetched"] > 1000
+    assert second["pages_probed"] > 1000
+
+
+@pytest.mark.parametrize("advice", ["auto", "random", "normal"])
+def test_prewarming_lifts_the_advice_for_its_time(large, advice):
+    script = """
+    gather = engram.FileGather(directory, advice=sys.argv[2])
+    is_random = lambda: ["rr" in each["VmFlags"].split() for each in mappings(gather.files[0])]
+    before, during = is_random(), []
+
+    def progress(done, total):
+        if done:
+            during.append(is_random())
+
+    gather.prewarm(progress=progress)
+    after = is_random()
+
+    def stop(done, total):
+        if done:
+            raise InterruptedError
+    try:
+        gather.prewarm(progress=stop)
+    except InterruptedError:
+        stopped = is_random()
+    report(before=before, during=during, after=after, stopped=stopped)
+    """
+    seen = child(script, large.directory, advice, before=OPEN)
+    expected = [advice != "normal"]
+    assert seen["before"] == seen["after"] == seen["stopped"] == expected
+    assert len(seen["during"]) > 3
+    assert all(each == [False] for each in seen["during"])
+
+
 @pytest.mark.case("I31")
 def test_opening_reads_headers_only(tmp_path):
     script = """

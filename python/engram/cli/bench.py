@@ -84,6 +84,10 @@ def bench(
     rows of several budgets, and hit rates are told. Except with --warm-only the page cache of the
     checkpoint's files is dropped again and again, and cold afterwards: do not run this beside a
     server that reads them.
+
+    Two things are left to the scripts in `benches/` of the sources, since they need what is not
+    installed with engram: ids of real text, which need a tokenizer and its text, and bare loops of
+    copies and of io_uring, which need a build with the feature `bench`.
     """
     with reported():
         sizes = _parse_rows(rows)

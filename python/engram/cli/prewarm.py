@@ -114,13 +114,14 @@ def warm_tables(
                 "resident_share": resident,
             }
         )
-    if room < total:
+    missing = total - sum(each["bytes_read"] for each in told)
+    if missing:
         why = (
             f"--max {format_bytes(wanted)}"
             if wanted is not None and wanted <= limit
             else f"no more than {format_bytes(limit)} of memory may be used"
         )
-        console.print(f"{format_bytes(total - room)} were left out: {why}")
+        console.print(f"{format_bytes(missing)} were left out: {why}")
     return told
 
 

@@ -58,6 +58,18 @@ struct Shared {
     file: OwnedFd,
 }
 
+/// `bytes` zeroed bytes that are used once, at any address; an error where there is no memory.
+pub(crate) fn scratch(bytes: usize) -> Result<Vec<u8>> {
+    let mut scratch = Vec::new();
+    scratch.try_reserve_exact(bytes).map_err(|_| Error::Io {
+        doing: format!("cannot allocate {bytes} bytes to read rows into"),
+        errno: libc::ENOMEM,
+        place: Box::default(),
+    })?;
+    scratch.resize(bytes, 0);
+    Ok(scratch)
+}
+
 /// Which memory nodes pages come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodePolicy {

@@ -295,6 +295,8 @@ impl OpenFile {
 
     /// Asks the kernel to start reading `len` bytes at `offset` into the page cache.
     pub fn will_need(&self, offset: u64, len: u64) -> io::Result<()> {
+        #[cfg(test)]
+        ADVISED.set(ADVISED.get() + 1);
         system::advise_will_need(&self.file, offset, len)
     }
 
@@ -341,6 +343,17 @@ impl OpenFile {
         }
         Ok(Direct { file, alignment })
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    static ADVISED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// Times that this thread has asked the kernel to start reading.
+#[cfg(test)]
+pub(crate) fn advised() -> u64 {
+    ADVISED.get()
 }
 
 /// The filesystems that files being opened together lie on, each asked once.

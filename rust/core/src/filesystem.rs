@@ -38,7 +38,8 @@ impl Filesystem {
             0x00C3_6400 => ("ceph", true),
             0x4750_4653 => ("gpfs", true),
             0x1983_0326 => ("beegfs", true),
-            0x5346_414F => ("afs", true),
+            // OpenAFS, and the client that comes with Linux.
+            0x5346_414F | 0x6B41_4653 => ("afs", true),
             _ => return Self::UNKNOWN,
         };
         Self { name, remote }
@@ -51,8 +52,24 @@ mod tests {
 
     #[test]
     fn remote_filesystems_are_recognised() {
-        assert!(Filesystem::from_magic(0x6969).remote);
-        assert!(Filesystem::from_magic(0x6573_5546).remote);
+        // As linux/magic.h and the clients that are no part of Linux have them.
+        let list = [
+            (0x6969, "nfs"),
+            (0x6573_5546, "fuse"),
+            (0x0BD0_0BD0, "lustre"),
+            (0x0102_1997, "9p"),
+            (0xFF53_4D42, "cifs"),
+            (0xFE53_4D42, "smb2"),
+            (0x00C3_6400, "ceph"),
+            (0x4750_4653, "gpfs"),
+            (0x1983_0326, "beegfs"),
+            (0x5346_414F, "afs"),
+            (0x6B41_4653, "afs"),
+        ];
+        for (magic, name) in list {
+            let remote = Filesystem { name, remote: true };
+            assert_eq!(Filesystem::from_magic(magic), remote);
+        }
         assert_eq!(
             Filesystem::from_magic(0xEF53),
             Filesystem {

@@ -202,8 +202,12 @@ pub(crate) fn resolve_direct(files: &[Arc<OpenFile>], fallbacks: &mut Vec<String
         match file.direct() {
             Ok(direct) => alignment = alignment.max(direct.alignment()),
             Err(errno) => {
+                let hint = match errno {
+                    libc::EMFILE => ": it takes a second descriptor per file, see `ulimit -n`",
+                    _ => "",
+                };
                 fallbacks.push(format!(
-                    "direct I/O refused on {} ({}); reads go through the page cache ({})",
+                    "direct I/O refused on {} ({}{hint}); reads go through the page cache ({})",
                     file.filesystem().name,
                     reason(errno),
                     file.path().display()

@@ -57,10 +57,14 @@ struct Line {
     workers: usize,
 }
 
+/// Gives a worker a thread; an error means that it never runs.
+type Start = fn(Job) -> Result<()>;
+
 /// Jobs in line, and how many run at once.
 pub(crate) struct Schedule {
     line: Mutex<Line>,
     at_once: usize,
+    start: Start,
 }
 
 impl Schedule {
@@ -68,6 +72,7 @@ impl Schedule {
         Self {
             line: Mutex::default(),
             at_once,
+            start: |worker| threads::spawn_blocking(worker),
         }
     }
 
@@ -83,13 +88,22 @@ impl Schedule {
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts `job` in line.
+    /// Puts `job` in line. After an error it is not in line and never runs.
     pub(crate) fn submit(
         self: &Arc<Self>,
         deadline: Option<Instant>,
         job: impl FnOnce() + Send + 'static,
     ) -> Result<()> {
         let mut line = self.lock();
+        if line.workers < self.at_once {
+            let schedule = Arc::clone(self);
+            // Under the lock: whoever finds as many workers as there may be relies on all of them.
+            match (self.start)(Box::new(move || schedule.work())) {
+                Ok(()) => line.workers += 1,
+                Err(error) if line.workers == 0 => return Err(error),
+                Err(_) => {} // A worker that runs will come to it.
+            }
+        }
         let arrival = line.arrivals;
         line.arrivals += 1;
         line.waiting.push(Waiting {
@@ -97,21 +111,7 @@ impl Schedule {
             arrival,
             job: Box::new(job),
         });
-        if line.workers >= self.at_once {
-            return Ok(());
-        }
-        line.workers += 1;
-        drop(line);
-        let schedule = Arc::clone(self);
-        threads::spawn_blocking(move || schedule.work()).or_else(|error| {
-            let mut line = self.lock();
-            line.workers -= 1;
-            if line.workers > 0 {
-                return Ok(()); // A worker that runs already will come to it.
-            }
-            line.waiting.retain(|waiting| waiting.arrival != arrival);
-            Err(error)
-        })
+        Ok(())
     }
 
     fn work(&self) {
@@ -130,10 +130,14 @@ impl Schedule {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::Ordering::Relaxed;
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn earliest_deadline_first_then_in_order_of_arrival() {
@@ -197,5 +201,53 @@ mod tests {
         for index in 0..10 {
             assert_eq!(hear.recv_timeout(Duration::from_secs(5)).unwrap(), index);
         }
+    }
+
+    /// Every job that was accepted runs, and every other is refused, also if no thread can be
+    /// started for two that come at the same time; and later ones are served.
+    #[test]
+    fn a_job_without_a_thread_is_refused_and_later_ones_are_served() {
+        static REFUSING: AtomicBool = AtomicBool::new(true);
+        let start: Start = |worker| {
+            if REFUSING.load(Relaxed) {
+                std::thread::sleep(Duration::from_millis(20));
+                return Err(Error::Cancelled);
+            }
+            threads::spawn_blocking(worker)
+        };
+        let schedule = Arc::new(Schedule {
+            start,
+            ..Schedule::new(2)
+        });
+        let ran = Arc::new(AtomicUsize::new(0));
+        let submit = || {
+            let ran = Arc::clone(&ran);
+            schedule.submit(None, move || {
+                ran.fetch_add(1, Relaxed);
+            })
+        };
+        let together = Barrier::new(3);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    together.wait();
+                    assert!(matches!(submit(), Err(Error::Cancelled)));
+                });
+            }
+        });
+        assert_eq!(schedule.lock().workers, 0);
+        REFUSING.store(false, Relaxed);
+        for _ in 0..20 {
+            submit().unwrap();
+        }
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while ran.load(Relaxed) < 20 && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        assert_eq!(
+            ran.load(Relaxed),
+            20,
+            "all that were accepted, and no other"
+        );
     }
 }

@@ -90,9 +90,15 @@ fn learn(file: &OpenFile, first: u64, states: &[u8], total: &mut Resident) {
     }
 }
 
+/// Of `available` bytes of memory those that pages can stay in: the rest goes to page tables, to the
+/// kernel's own list of the pages, and to the memory that they are read into.
+fn room(available: u64) -> u64 {
+    available.saturating_sub(available / 64 + 2 * STEP)
+}
+
 /// Reads up to `max_bytes` of the table sequentially into the page cache, fills the mapping's page
-/// tables and notes the pages as resident. Without a maximum it stops where the machine's or the
-/// control group's memory would have to give something else up.
+/// tables and notes the pages as resident. In any case it stops where the machine's or the control
+/// group's memory would have to give something else up: that might be what was read first.
 ///
 /// `progress` is called with bytes done and bytes to do; an error from it stops the work and keeps
 /// what was done. Returns the bytes made resident.
@@ -102,7 +108,9 @@ pub fn prewarm(
     progress: &mut dyn FnMut(u64, u64) -> Result<()>,
 ) -> Result<u64> {
     let table = reader.table().total_bytes();
-    let goal = table.min(max_bytes.unwrap_or_else(cgroup::available_memory));
+    let goal = table
+        .min(max_bytes.unwrap_or(u64::MAX))
+        .min(room(cgroup::available_memory()));
     let mut done = 0;
     let mut slot = HostBuffer::new(usize::try_from(STEP).unwrap_or(usize::MAX), false)?;
     progress(0, goal)?;

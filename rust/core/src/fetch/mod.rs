@@ -175,14 +175,21 @@ mod tests {
         assert_eq!(Progress::new(100).advance(0), Next::Ended);
     }
 
+    /// I27: both ways to say "again", and one after the other.
     #[test]
     fn again_is_retried_a_bounded_number_of_times_then_blocks() {
-        let mut progress = Progress::new(10);
-        for _ in 0..MAX_RETRIES {
-            assert_eq!(progress.advance(-libc::EAGAIN), Next::Retry);
+        for again in [
+            [libc::EAGAIN; 4],
+            [libc::EINTR; 4],
+            [libc::EINTR, libc::EAGAIN, libc::EINTR, libc::EAGAIN],
+        ] {
+            let mut progress = Progress::new(10);
+            for errno in &again[..usize::from(MAX_RETRIES)] {
+                assert_eq!(progress.advance(-errno), Next::Retry);
+            }
+            assert_eq!(progress.advance(-again[3]), Next::Block);
+            assert_eq!(progress.advance(10), Next::Complete);
         }
-        assert_eq!(progress.advance(-libc::EAGAIN), Next::Block);
-        assert_eq!(progress.advance(10), Next::Complete);
         assert_eq!(Progress::new(1).advance(-libc::EIO), Next::Fail(libc::EIO));
     }
 }

@@ -307,7 +307,8 @@ mod tests {
                 .filter(|left| **left > 0)
             {
                 *left -= 1;
-                return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+                let errno = [libc::EAGAIN, libc::EINTR][usize::from(*left % 2)];
+                return Err(io::Error::from_raw_os_error(errno));
             }
             let bytes = buffer.len().min(self.most);
             for (byte, position) in buffer[..bytes].iter_mut().zip(offset..) {
@@ -395,7 +396,7 @@ mod tests {
         }
     }
 
-    /// I27: a transient "again" is not a failure.
+    /// I27: a transient "again" or a signal is not a failure.
     #[test]
     fn again_is_retried() {
         let again = Mutex::new(HashMap::from([(977, 2), (0, 3)]));

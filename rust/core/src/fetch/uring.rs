@@ -421,3 +421,6 @@ impl Fetch for Uring {
         outcome
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -20,7 +20,7 @@ use part::{Missing, Part, Slice, Use};
 
 use super::sweep::{PARALLEL, STRIP, chunks, shares};
 use super::{Belief, Control, Lane, Lanes, Report, Request, Round, proof};
-use crate::buffer::PlaneSink;
+use crate::buffer::{self, PlaneSink};
 use crate::cache::Cache;
 use crate::crew::{self, Crew};
 use crate::error::{Error, Result};
@@ -241,8 +241,8 @@ fn read(
     let mut memories: Vec<Vec<u8>> = slices
         .iter()
         .zip(parts)
-        .map(|(slice, part)| vec![0; slice.ids.len() * part.reader.table().row_bytes()])
-        .collect();
+        .map(|(slice, part)| buffer::scratch(slice.ids.len() * part.reader.table().row_bytes()))
+        .collect::<Result<_>>()?;
     let mut sinks = Vec::with_capacity(parts.len());
     for ((part, slice), memory) in parts.iter().zip(slices).zip(&mut memories) {
         sinks.push(part.scratch(memory, slice.ids.len())?);

@@ -9,6 +9,7 @@ use smallvec::{SmallVec, smallvec};
 use super::proof;
 use super::sweep::{Deferred, Rest, is_resident, sweep};
 use super::{Belief, Control, Lane, Lanes, Report, Request};
+use crate::buffer;
 use crate::error::{Error, Result};
 use crate::fetch::pool::Pool;
 use crate::fetch::{Batch, Cost, Fetch};
@@ -371,7 +372,7 @@ impl Round<'_> {
             .map(|read| read.len as usize)
             .max()
             .unwrap_or(0);
-        let mut slot = vec![0; longest];
+        let mut slot = buffer::scratch(longest)?;
         let mut refused = false;
         let mut copies = 0;
         for (index, read) in self.plan.reads.iter().enumerate() {

@@ -13,6 +13,8 @@ use crate::checkpoint::CheckpointFile;
 use crate::reader::{Advice, Located, Options};
 use crate::table::{Encoding, Family, Piece, PlaneName, Table};
 
+mod kernel;
+
 /// A table on disk: planes of the given row lengths, cut into pieces over several files.
 pub(super) struct Fixture {
     _directory: tempfile::TempDir,
@@ -462,31 +464,4 @@ fn modes_can_follow_one_another_on_the_same_ring() {
         let (out, _) = fixture.gather(reader, ids, None).unwrap();
         fixture.assert_equal(&out, ids, None);
     }
-}
-
-/// Pages that went away behind engram's back cost faults once; then beliefs are checked, and rows
-/// are read with many reads in flight again.
-#[test]
-fn wrong_beliefs_are_noticed_and_corrected() {
-    let fixture = Fixture::new(&[160], &[(40_000, 7)], 1);
-    let reader = fixture.open(Io::Auto).unwrap();
-    let ids: Vec<i64> = (0..1500).map(|index| index * 7919 % 40_000).collect();
-    fixture.drop_cache();
-    fixture.gather(&reader, &ids, None).unwrap();
-    // The rows were read, not mapped, so the page cache lets go of them.
-    fixture.drop_cache();
-    let (out, _) = fixture.gather(&reader, &ids, None).unwrap();
-    fixture.assert_equal(&out, &ids, None);
-    if reader.stats().major_faults.get() == 0 {
-        return; // This filesystem keeps what it was told to drop (tmpfs), or faults were too fast.
-    }
-    assert!(reader.verifies());
-    let map = reader.files()[0].map().unwrap();
-    map.trim(0..map.len()).unwrap();
-    fixture.drop_cache();
-    let faults = reader.stats().major_faults.get();
-    let (out, report) = fixture.gather(&reader, &ids, None).unwrap();
-    fixture.assert_equal(&out, &ids, None);
-    assert!(report.fetched > 1000, "denied beliefs are read: {report:?}");
-    assert_eq!(reader.stats().major_faults.get(), faults);
 }
