@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import signal
 import stat
+import threading
+import time
 import zlib
 
 import numpy as np
@@ -110,6 +115,48 @@ def test_a_pipe_is_refused_and_not_waited_for(path, tmp_path):
         raises(engram.CheckpointError, "no regular file", "save_hot", path=pipe, table="t"),
     ):
         gather.load_hot(pipe)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+def test_rows_are_listed_before_or_after_a_change_of_the_budget(tmp_path):
+    """Not in its middle, where some rows are in one cache and the rest in another."""
+    big = safetensors(tmp_path / "big.safetensors", tensor("t", "U8", (200_000, 160)))
+    listed, inside, savers = tmp_path / "hot", [], []
+    sizes = itertools.cycle([48 << 20, 47 << 20])
+    with engram.FileGather(big, "t", io="pread", cache_bytes=next(sizes)) as gather:
+        for start in range(0, 200_000, 20_000):
+            gather.gather(np.arange(start, start + 20_000))
+        rows = gather.stats()["cache"]["rows"]
+        assert rows > 190_000
+
+        def handler(*_):
+            if savers:
+                return
+            with contextlib.suppress(ValueError):
+                gather.resize(next(sizes))
+                return
+            with raises(ValueError, "resize or save_hot", "signal handler"):
+                gather.save_hot(tmp_path / "other")
+            saver = threading.Thread(target=lambda: inside.append(gather.save_hot(listed)))
+            saver.start()
+            savers.append(saver)
+            time.sleep(0.05)
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            for _ in range(200):
+                if savers:
+                    break
+                signal.setitimer(signal.ITIMER_REAL, 0.004)
+                gather.resize(next(sizes))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        savers[0].join(20)
+        assert inside[0] > 0.99 * rows
+        gather.resize(0)
+        gather.resize("48MiB")
+        assert gather.load_hot(listed) > 0.99 * inside[0]
 
 
 def test_without_a_budget_there_is_nothing_to_list(path, tmp_path, hot):

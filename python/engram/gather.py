@@ -279,15 +279,16 @@ class FileGather:
         """Changes the budget of the cache of rows, also while other threads gather.
 
         Rows in it stay as far as they fit, those wanted most first. While they are moved the old
-        and the new cache together take no more than the larger budget, and rows that are read are
-        not kept. An exception from a signal handler gives up the rows not moved yet.
+        and the new cache together take no more than the larger budget and a few unfinished pages
+        (9 MB at most, where the kernel gives huge ones), and rows that are read are not kept. An
+        exception from a signal handler gives up the rows not moved yet.
 
         Args:
             cache_bytes: As for `FileGather`; 0 gives all of it back.
 
         Raises:
             ValueError: As on opening; the budget is what it was then. Or closed, or called by a
-                signal handler while this thread is in `resize` already.
+                signal handler while this thread is in `resize` or `save_hot` already.
         """
         try:
             self._native.resize(budget("cache_bytes", cache_bytes))
@@ -299,7 +300,8 @@ class FileGather:
         """Writes which rows are in the cache to a file, for `load_hot` after the next start.
 
         Ids alone are written, one or two bytes each, and how often each was wanted. The file
-        appears whole or not at all, and only its owner may read it.
+        appears whole or not at all, and only its owner may read it. While another thread changes
+        the budget this waits, and the other way round.
 
         Args:
             path: The file; one that exists is replaced.
@@ -308,7 +310,8 @@ class FileGather:
             Number of rows listed.
 
         Raises:
-            ValueError: There is no cache of rows; or closed.
+            ValueError: There is no cache of rows; or closed, or called by a signal handler while
+                this thread is in `resize` or `save_hot` already.
             OSError: The file cannot be written.
         """
         try:
