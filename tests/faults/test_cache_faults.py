@@ -40,6 +40,25 @@ def test_a_row_that_cannot_be_read_leaves_nothing_behind(disk, table, io):
         assert gather.stats()["cache"]["misses"] == before + 1, "the bad row alone"
 
 
+@pytest.mark.parametrize("cache_bytes", [0, "4MiB"])
+@pytest.mark.parametrize("io", ["pread", "uring", "direct"])
+def test_reads_beside_one_that_fails_are_counted(disk, table, io, cache_bytes):
+    with engram.FileGather(disk.path, 0, io=io, cache_bytes=cache_bytes) as gather:
+        engram.drop_cache(gather.files)
+        # The pages of other rows, whichever is read first.
+        ids = np.arange(0, 18_000, 150)
+        name, offset = place(gather, int(ids[-1]))
+        disk.set(name, errors=[(offset, offset + 160)])
+        with pytest.raises(OSError, match="Input/output error"):
+            gather.gather(ids)
+        stats = gather.stats()
+        assert 1 < stats["reads"] <= 2 * len(ids)
+        assert 160 <= stats["bytes_read"]
+        disk.set(name)
+        assert right(table, ids, gather.gather(ids))
+        assert gather.stats()["bytes_read"] > stats["bytes_read"]
+
+
 @pytest.mark.parametrize("io", ["pread", "uring", "direct"])
 def test_those_who_wait_for_a_row_that_fails_read_it_themselves(disk, table, io):
     with engram.FileGather(disk.path, 0, io=io, cache_bytes="4MiB") as gather:

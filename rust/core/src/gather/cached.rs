@@ -276,9 +276,6 @@ fn read(
     for arrivals in &arrivals {
         arrivals.finish();
     }
-    for (part, slice) in parts.iter().zip(slices) {
-        part.count_repeats(slice);
-    }
     Ok(())
 }
 
