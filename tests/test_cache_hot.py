@@ -59,6 +59,35 @@ def test_a_restart_begins_where_it_ended(path, hot):
         assert gather.stats()["reads"] == stats["reads"]
 
 
+def test_a_full_cache_begins_at_the_share_of_hits_it_had(path, tmp_path):
+    """Its room is an eighth of the rows, so which of them are listed decides."""
+    random = np.random.default_rng(8)
+    places = random.permutation(ROWS)
+    batches = [places[random.zipf(1.1, 2000) % ROWS] for _ in range(120)]
+
+    def share(gather, batches):
+        before = gather.stats()["cache"]
+        for ids in batches:
+            gather.gather(ids)
+        after = gather.stats()["cache"]
+        found = {key: after[key] - before[key] for key in ("hits", "misses")}
+        return found["hits"] / (found["hits"] + found["misses"])
+
+    with engram.FileGather(path, "t", cache_bytes="400KiB") as gather:
+        cold = share(gather, batches[:1])
+        share(gather, batches[1:100])
+        assert gather.stats()["cache"]["rows"] > 0.95 * gather.stats()["cache"]["capacity"]
+        listed = gather.save_hot(tmp_path / "hot")
+        steady = share(gather, batches[100:])
+    with engram.FileGather(path, "t", cache_bytes="400KiB") as gather:
+        assert gather.load_hot(tmp_path / "hot") > 0.98 * listed
+        first = share(gather, batches[100:101])
+        again = first / 20 + share(gather, batches[101:]) * 19 / 20
+    assert cold < steady - 0.1
+    assert again == pytest.approx(steady, abs=0.01)
+    assert first > cold + 0.9 * (steady - cold)
+
+
 def test_a_smaller_budget_takes_the_rows_wanted_most(path, hot):
     with engram.FileGather(path, "t", cache_bytes=100_000) as gather:
         capacity = gather.stats()["cache"]["capacity"]
@@ -194,6 +223,18 @@ def test_lists_of_other_tables_are_refused(tmp_path, path, hot):
         raises(engram.CheckpointError, "files of", path=hot),
     ):
         gather.load_hot(hot)
+
+
+def test_a_list_outlives_a_copy_of_the_files(path, hot, tmp_path):
+    """Other bytes in files of the same sizes are not noticed, and harm no row."""
+    copy = tmp_path / "copy.safetensors"
+    other = safetensors(copy, tensor("t", "U8", (ROWS, COLUMNS), seed=9), residue=5)
+    assert other.stat().st_size == path.stat().st_size
+    with engram.FileGather(copy, "t", cache_bytes="8MiB") as gather:
+        assert gather.load_hot(hot) == 3000
+        ids = np.arange(0, 15_000, 5)
+        assert np.array_equal(gather.gather(ids), read_rows(copy, "t", ids))
+        assert gather.stats()["cache"]["misses"] == 0
 
 
 def damaged(whole: bytes):

@@ -334,8 +334,8 @@ class FileGather:
             Number of listed rows in the cache afterwards.
 
         Raises:
-            CheckpointError: A file of another table or other files, one that is damaged, or no
-                regular file; nothing is read then.
+            CheckpointError: A list of another table or of files of other sizes, one that is
+                damaged, or no regular file; nothing is read then.
             FileNotFoundError: No such file.
             ValueError: There is no cache of rows, or none any more; or closed.
             OSError: A read failed.
