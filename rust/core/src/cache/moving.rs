@@ -102,10 +102,10 @@ impl Cache {
                 release = None;
             }
             let (done, last) = (index + 1, index + 1 == self.sets);
-            if done.is_multiple_of(small_step) || last {
-                if let Some(release) = &mut release {
-                    release.up_to(done);
-                }
+            if let Some(release) = release.as_mut()
+                && (done.is_multiple_of(small_step) || last)
+            {
+                release.up_to(done);
             }
             if done.is_multiple_of(step) || last {
                 if outcome.is_ok() {
