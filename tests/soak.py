@@ -365,8 +365,11 @@ def state(soak: Soak) -> dict[str, int]:
 BESIDE = 256
 """MiB that the process may have beside the budgets of its caches."""
 
-ALLOWED = {"memory": 48, "descriptors": 24, "threads": 48}
-"""Growth from the second quarter to the last: MiB, and what is in use at one moment or another."""
+ALLOWED = {"memory": 48, "descriptors": 24, "threads": 96}
+"""Growth from the second quarter to the last: MiB, and what is in use at one moment or another.
+
+One call may have 32 threads read for it, so how many there are depends on which calls overlap.
+"""
 
 
 def grown(samples: list[dict[str, int]]) -> list[str]:
