@@ -266,9 +266,9 @@ class FileGather:
         Returns:
             A plain dictionary. `"io"` says what was asked for, what runs and why; counters count
             calls, rows, bytes and reads (each position of a gather, unless padded, once per plane
-            as `rows_resident` or as `rows_fetched`); `"seconds"` holds latency distributions of the phases
-            `plan`, `copy` and `fetch` and of whole calls; `"cache"` has the budget and room of the
-            cache of rows, and what it has done since opening: positions whose row was found
+            as `rows_resident` or as `rows_fetched`); `"seconds"` holds latency distributions of the
+            phases `plan`, `copy` and `fetch` and of whole calls; `"cache"` has the budget and room
+            of the cache of rows, and what it has done since opening: positions whose row was found
             (`hits`) or not (`misses`), repeats counted; distinct rows put in (`insertions`), given
             up for others (`evictions`) and not put in (`admission_refusals`), and those `waited`
             for because another call was reading them; and the bytes of the rows found, in all and
