@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import signal
 import stat
+import threading
+import time
 import zlib
 
 import numpy as np
@@ -52,6 +57,35 @@ def test_a_restart_begins_where_it_ended(path, hot):
         assert gather.stats()["cache"]["misses"] == 0
         assert gather.load_hot(hot) == 3000, "all are there"
         assert gather.stats()["reads"] == stats["reads"]
+
+
+def test_a_full_cache_begins_at_the_share_of_hits_it_had(path, tmp_path):
+    """Its room is an eighth of the rows, so which of them are listed decides."""
+    random = np.random.default_rng(8)
+    places = random.permutation(ROWS)
+    batches = [places[random.zipf(1.1, 2000) % ROWS] for _ in range(120)]
+
+    def share(gather, batches):
+        before = gather.stats()["cache"]
+        for ids in batches:
+            gather.gather(ids)
+        after = gather.stats()["cache"]
+        found = {key: after[key] - before[key] for key in ("hits", "misses")}
+        return found["hits"] / (found["hits"] + found["misses"])
+
+    with engram.FileGather(path, "t", cache_bytes="400KiB") as gather:
+        cold = share(gather, batches[:1])
+        share(gather, batches[1:100])
+        assert gather.stats()["cache"]["rows"] > 0.95 * gather.stats()["cache"]["capacity"]
+        listed = gather.save_hot(tmp_path / "hot")
+        steady = share(gather, batches[100:])
+    with engram.FileGather(path, "t", cache_bytes="400KiB") as gather:
+        assert gather.load_hot(tmp_path / "hot") > 0.98 * listed
+        first = share(gather, batches[100:101])
+        again = first / 20 + share(gather, batches[101:]) * 19 / 20
+    assert cold < steady - 0.1
+    assert again == pytest.approx(steady, abs=0.01)
+    assert first > cold + 0.9 * (steady - cold)
 
 
 def test_a_smaller_budget_takes_the_rows_wanted_most(path, hot):
@@ -112,6 +146,48 @@ def test_a_pipe_is_refused_and_not_waited_for(path, tmp_path):
         gather.load_hot(pipe)
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+def test_rows_are_listed_before_or_after_a_change_of_the_budget(tmp_path):
+    """Not in its middle, where some rows are in one cache and the rest in another."""
+    big = safetensors(tmp_path / "big.safetensors", tensor("t", "U8", (200_000, 160)))
+    listed, inside, savers = tmp_path / "hot", [], []
+    sizes = itertools.cycle([48 << 20, 47 << 20])
+    with engram.FileGather(big, "t", io="pread", cache_bytes=next(sizes)) as gather:
+        for start in range(0, 200_000, 20_000):
+            gather.gather(np.arange(start, start + 20_000))
+        rows = gather.stats()["cache"]["rows"]
+        assert rows > 190_000
+
+        def handler(*_):
+            if savers:
+                return
+            with contextlib.suppress(ValueError):
+                gather.resize(next(sizes))
+                return
+            with raises(ValueError, "resize or save_hot", "signal handler"):
+                gather.save_hot(tmp_path / "other")
+            saver = threading.Thread(target=lambda: inside.append(gather.save_hot(listed)))
+            saver.start()
+            savers.append(saver)
+            time.sleep(0.05)
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            for _ in range(200):
+                if savers:
+                    break
+                signal.setitimer(signal.ITIMER_REAL, 0.004)
+                gather.resize(next(sizes))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        savers[0].join(20)
+        assert inside[0] > 0.99 * rows
+        gather.resize(0)
+        gather.resize("48MiB")
+        assert gather.load_hot(listed) > 0.99 * inside[0]
+
+
 def test_without_a_budget_there_is_nothing_to_list(path, tmp_path, hot):
     with engram.FileGather(path, "t") as gather:
         with raises(ValueError, "has no cache of rows", "resize", table="t"):
@@ -147,6 +223,18 @@ def test_lists_of_other_tables_are_refused(tmp_path, path, hot):
         raises(engram.CheckpointError, "files of", path=hot),
     ):
         gather.load_hot(hot)
+
+
+def test_a_list_outlives_a_copy_of_the_files(path, hot, tmp_path):
+    """Other bytes in files of the same sizes are not noticed, and harm no row."""
+    copy = tmp_path / "copy.safetensors"
+    other = safetensors(copy, tensor("t", "U8", (ROWS, COLUMNS), seed=9), residue=5)
+    assert other.stat().st_size == path.stat().st_size
+    with engram.FileGather(copy, "t", cache_bytes="8MiB") as gather:
+        assert gather.load_hot(hot) == 3000
+        ids = np.arange(0, 15_000, 5)
+        assert np.array_equal(gather.gather(ids), read_rows(copy, "t", ids))
+        assert gather.stats()["cache"]["misses"] == 0
 
 
 def damaged(whole: bytes):

@@ -257,9 +257,10 @@ class FileGather:
 
         Returns:
             A plain dictionary. `"io"` says what was asked for, what runs and why; counters count
-            calls, rows, bytes and reads; `"seconds"` holds latency distributions of the phases
-            `plan`, `copy` and `fetch` and of whole calls; `"cache"` has the budget and room of the
-            cache of rows, and what it has done since opening: positions whose row was found
+            calls, rows, bytes and reads (each position of a gather, unless padded, once per plane
+            as `rows_resident` or as `rows_fetched`); `"seconds"` holds latency distributions of the
+            phases `plan`, `copy` and `fetch` and of whole calls; `"cache"` has the budget and room
+            of the cache of rows, and what it has done since opening: positions whose row was found
             (`hits`) or not (`misses`), repeats counted; distinct rows put in (`insertions`), given
             up for others (`evictions`) and not put in (`admission_refusals`), and those `waited`
             for because another call was reading them; and the bytes of the rows found, in all and
@@ -271,15 +272,16 @@ class FileGather:
         """Changes the budget of the cache of rows, also while other threads gather.
 
         Rows in it stay as far as they fit, those wanted most first. While they are moved the old
-        and the new cache together take no more than the larger budget, and rows that are read are
-        not kept. An exception from a signal handler gives up the rows not moved yet.
+        and the new cache together take no more than the larger budget and a few unfinished pages
+        (9 MB at most, where the kernel gives huge ones), and rows that are read are not kept. An
+        exception from a signal handler gives up the rows not moved yet.
 
         Args:
             cache_bytes: As for `FileGather`; 0 gives all of it back.
 
         Raises:
             ValueError: As on opening; the budget is what it was then. Or closed, or called by a
-                signal handler while this thread is in `resize` already.
+                signal handler while this thread is in `resize` or `save_hot` already.
         """
         try:
             self._native.resize(budget("cache_bytes", cache_bytes))
@@ -291,7 +293,8 @@ class FileGather:
         """Writes which rows are in the cache to a file, for `load_hot` after the next start.
 
         Ids alone are written, one or two bytes each, and how often each was wanted. The file
-        appears whole or not at all, and only its owner may read it.
+        appears whole or not at all, and only its owner may read it. While another thread changes
+        the budget this waits, and the other way round.
 
         Args:
             path: The file; one that exists is replaced.
@@ -300,7 +303,8 @@ class FileGather:
             Number of rows listed.
 
         Raises:
-            ValueError: There is no cache of rows; or closed.
+            ValueError: There is no cache of rows; or closed, or called by a signal handler while
+                this thread is in `resize` or `save_hot` already.
             OSError: The file cannot be written.
         """
         try:
@@ -323,8 +327,8 @@ class FileGather:
             Number of listed rows in the cache afterwards.
 
         Raises:
-            CheckpointError: A file of another table or other files, one that is damaged, or no
-                regular file; nothing is read then.
+            CheckpointError: A list of another table or of files of other sizes, one that is
+                damaged, or no regular file; nothing is read then.
             FileNotFoundError: No such file.
             ValueError: There is no cache of rows, or none any more; or closed.
             OSError: A read failed.

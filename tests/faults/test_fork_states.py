@@ -8,7 +8,7 @@ from children import child
 from engram import synth
 
 FORKS = """
-import warnings
+import itertools, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # Forking with threads is what this is about.
 directory = sys.argv[1]
 info = synth.load(directory)
@@ -141,6 +141,31 @@ def test_while_tickets_are_on_their_way(table):
     all_well(child(script, table.directory, before=FORKS, timeout=300))
 
 
+def test_while_cached_rows_are_moved(tmp_path):
+    """The child has a half-full cache, which nobody there is filling any more."""
+    script = """
+    gather = engram.FileGather(directory, 0, io="pread", cache_bytes="24MiB")
+    for start in range(0, 120_000, 20_000):
+        gather.gather(np.arange(start, start + 20_000))
+    sizes = itertools.cycle([25 << 20, 24 << 20])
+    fresh = np.arange(200_000, 202_000)
+    def hits():
+        before = gather.stats()["cache"]["hits"]
+        served = right(info, fresh, gather.gather(fresh))
+        return (gather.stats()["cache"]["hits"] - before) * served
+    def in_child():
+        hits()
+        if hits() < 1000:
+            return False
+        gather.resize(next(sizes))
+        gather.resize(next(sizes))
+        return hits() > 1000
+    outcomes(in_child, [keep(lambda: gather.resize(next(sizes)))])
+    """
+    info = synth.write(tmp_path / "c", "qwen", dtype="fp8", rows=400_000)
+    all_well(child(script, info.directory, before=FORKS, timeout=300))
+
+
 def test_while_a_stage_is_prepared_and_a_storage_loads(table):
     script = """
     import torch
@@ -171,12 +196,13 @@ def test_while_a_stage_is_prepared_and_a_storage_loads(table):
     all_well(child(script, table.directory, before=FORKS, timeout=300))
 
 
+@pytest.mark.parametrize("cache_bytes", [0, 300_000])
 @pytest.mark.parametrize("io", ["auto", "mmap", "pread", "uring", "direct"])
-def test_inside_a_gather_by_a_signal_handler_that_returns(table, io):
+def test_inside_a_gather_by_a_signal_handler_that_returns(table, io, cache_bytes):
     """The child comes back into the middle of a call whose threads and reads are the parent's."""
     script = """
     import signal
-    gather = engram.FileGather(directory, 0, io=sys.argv[2])
+    gather = engram.FileGather(directory, 0, io=sys.argv[2], cache_bytes=int(sys.argv[3]))
     many = np.random.default_rng(0).integers(0, gather.num_rows, 800_000)
     out = np.empty((len(many), gather.row_bytes), np.uint8)
     gather.gather(ids)
@@ -217,7 +243,7 @@ def test_inside_a_gather_by_a_signal_handler_that_returns(table, io):
     code = os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1])
     report(codes=[code], failed=failed, served=right(info, many, out))
     """
-    seen = child(script, table.directory, io, before=FORKS, timeout=120)
+    seen = child(script, table.directory, io, cache_bytes, before=FORKS, timeout=120)
     all_well(seen)
     assert seen["served"], "the parent's call ends as if nothing had happened"
 

@@ -13,21 +13,20 @@ mod budget;
 mod claims;
 mod counts;
 mod memory;
+mod moving;
 mod policy;
 mod shape;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
 use memory::{Memory, SET_BYTES, Set, WAYS};
+use moving::Filling;
 use shape::Shape;
 
 pub use budget::RowCache;
 pub(crate) use claims::{Awaited, Claim, Claims, Mine, Waited};
 pub use counts::Batch;
 pub use policy::Policy;
-
-use smallvec::SmallVec;
 
 use crate::buffer::PlaneSink;
 use crate::error::{Error, Result};
@@ -40,12 +39,6 @@ const RING: usize = 4 * AHEAD;
 
 /// Copies of one row begun before it is taken for missing: a writer made each of them void.
 const ATTEMPTS: usize = 4;
-
-/// Milliseconds after which a lock is taken to be nobody's.
-const PATIENCE: usize = 50;
-
-/// Bytes that are moved to another cache before their memory is given back, about.
-const MOVED_AT_ONCE: usize = 4 << 20;
 
 /// Sets looked at between two looks at the interrupt check: less than a millisecond's work.
 const SETS_PER_CHECK: usize = 1 << 14;
@@ -77,7 +70,7 @@ pub struct Cache {
     /// Takes no more rows: another cache has come in its place.
     retired: AtomicBool,
     /// Takes no rows but those that are moved to it: the cache that it replaces still has memory.
-    filling: AtomicBool,
+    filling: Filling,
 }
 
 /// Takes numbers that lie close together far apart, one to one.
@@ -129,7 +122,7 @@ impl Cache {
             sets,
             batches: AtomicU64::new(0),
             retired: AtomicBool::new(false),
-            filling: AtomicBool::new(false),
+            filling: Filling::default(),
         })
     }
 
@@ -318,17 +311,12 @@ impl Cache {
         self.retired.load(Ordering::Relaxed)
     }
 
-    /// From now on, until rows have been moved to it, others are refused.
-    fn begin_filling(&self) {
-        self.filling.store(true, Ordering::Relaxed);
-    }
-
     /// Keeps a row, given plane by plane.
     ///
     /// # Panics
     /// For planes of other lengths than the cache's.
     pub fn insert(&self, id: u64, planes: &[&[u8]]) -> Insertion {
-        if self.filling.load(Ordering::Relaxed) {
+        if self.filling.is_under_way() {
             return Insertion::Refused;
         }
         self.keep(id, planes, None)
@@ -337,7 +325,7 @@ impl Cache {
     /// Keeps a row that had been counted as wanted `wanted` times, unless all that it could replace
     /// were wanted more.
     pub(crate) fn restore(&self, id: u64, planes: &[&[u8]], wanted: u8) -> Insertion {
-        if self.filling.load(Ordering::Relaxed) {
+        if self.filling.is_under_way() {
             return Insertion::Refused;
         }
         self.keep(id, planes, Some(wanted))
@@ -351,7 +339,8 @@ impl Cache {
             "a row of other planes than the cache's"
         );
         let (place, tag) = self.place(id);
-        if tag == 0 {
+        // A lock would make memory that was given back count again.
+        if tag == 0 || self.is_retired() {
             return Insertion::Refused;
         }
         let Some(mut set) = self.memory.sets()[place].lock() else {
@@ -359,7 +348,7 @@ impl Cache {
         };
         // Looked at under the lock, so that whoever empties a retired cache set by set meets no row
         // that comes in behind him.
-        if self.retired.load(Ordering::Relaxed) {
+        if self.is_retired() {
             return Insertion::Refused;
         }
         let line = set.set();
@@ -407,75 +396,6 @@ impl Cache {
             }
         }
         Ok(())
-    }
-
-    /// Moves every row to `new`, as far as they fit there, and gives memory back as it goes:
-    /// together the two take no more than the larger of them, and some pages. Meanwhile `new` takes
-    /// no other rows. Calls that still use this cache find it emptied. `interrupt` is called now and
-    /// then; after an error from it the other rows are given up.
-    pub(crate) fn move_to(&self, new: &Self, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
-        new.begin_filling();
-        let outcome = self.empty(Some(new), interrupt);
-        new.filling.store(false, Ordering::Relaxed);
-        outcome
-    }
-
-    /// Gives all rows up and their memory back, whoever still has this cache in use: it takes no
-    /// more. `interrupt` is called now and then; its error is returned when that is done.
-    pub(crate) fn retire(&self, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
-        self.empty(None, interrupt)
-    }
-
-    fn empty(&self, new: Option<&Self>, interrupt: &dyn Fn() -> Result<()>) -> Result<()> {
-        self.retired.store(true, Ordering::Relaxed);
-        let mut new = new;
-        let planes = self.shape.planes();
-        let mut row: Vec<Vec<u8>> = planes.iter().map(|plane| vec![0; plane.bytes]).collect();
-        let mut outcome = Ok(());
-        let mut released = Some(0);
-        let step = (MOVED_AT_ONCE / Memory::bytes_per_set(&self.shape)).max(1);
-        for index in 0..self.sets {
-            if let Some(mut set) = self.lock_patiently(index) {
-                set.changed(0);
-                for way in 0..WAYS {
-                    let tag = set.set().tags[way].load(Ordering::Relaxed);
-                    if let Some(new) = new.filter(|_| tag != 0) {
-                        for (plane, bytes) in row.iter_mut().enumerate() {
-                            self.memory.copy_plane(index * WAYS + way, plane, bytes);
-                        }
-                        let planes: SmallVec<[&[u8]; 3]> = row.iter().map(Vec::as_slice).collect();
-                        let count = set.set().counts().of(way);
-                        new.keep(self.id(index, tag), &planes, Some(count));
-                    }
-                    set.set().tags[way].store(0, Ordering::Relaxed);
-                }
-            } else {
-                // Its rows are out of reach, and may be read for as long as this cache lives.
-                released = None;
-            }
-            if (index + 1).is_multiple_of(step) || index + 1 == self.sets {
-                released = released.map(|from| self.memory.release(from, (index + 1) * WAYS));
-                if outcome.is_ok() {
-                    outcome = interrupt();
-                }
-                if outcome.is_err() {
-                    new = None;
-                }
-            }
-        }
-        outcome
-    }
-
-    /// As [`Set::lock`], for one that must have it: only a fork leaves a lock behind.
-    fn lock_patiently(&self, index: usize) -> Option<memory::Locked<'_>> {
-        let set = &self.memory.sets()[index];
-        for _ in 0..PATIENCE {
-            if let Some(locked) = set.lock() {
-                return Some(locked);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        None
     }
 }
 

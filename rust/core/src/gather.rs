@@ -11,6 +11,7 @@
 //! A batch whose rows are all resident knows only the first step and the last, and a small one never
 //! leaves the calling thread.
 
+mod account;
 mod cached;
 mod fill;
 mod prefetch;
@@ -353,6 +354,21 @@ impl Lane<'_> {
     #[inline]
     fn is_pad(&self, id: i64) -> bool {
         self.pad_id == Some(id)
+    }
+
+    /// Whether rows go to a caller, rather than to the cache alone.
+    #[inline]
+    fn serves(&self) -> bool {
+        self.keeper.is_none_or(|keeper| keeper.serves())
+    }
+
+    /// Counts positions as copied from memory.
+    #[inline]
+    fn count_resident(&self, positions: u64) {
+        // Where all are copied, whatever is in memory, they count as read.
+        if self.belief != Belief::All && self.serves() {
+            self.reader.stats().rows_resident.add(positions);
+        }
     }
 }
 

@@ -40,8 +40,11 @@ fn cache_of(reader: &Reader) -> Result<Arc<Cache>> {
 }
 
 /// Writes the ids of the cached rows to `path`, all of them or nothing; returns how many there are.
-/// `interrupt` is called now and then; an error from it leaves what was at `path` before.
+/// Waits for the end of a change of the budget, and holds others up while rows are listed. `interrupt`
+/// is called now and then; an error from it leaves what was at `path` before.
 pub fn save(reader: &Reader, path: &Path, interrupt: &dyn Fn() -> Result<()>) -> Result<u64> {
+    // In the middle of a change some rows are in the one cache, the others in the other.
+    let turn = reader.row_cache().turn(interrupt)?;
     let cache = cache_of(reader)?;
     let width = reader.table().rows().div_ceil(PARTS as u64).max(1);
     let mut counts = vec![0_u64; PARTS];
@@ -66,6 +69,7 @@ pub fn save(reader: &Reader, path: &Path, interrupt: &dyn Fn() -> Result<()>) ->
         total += some.len() as u64;
         interrupt()?;
     }
+    drop(turn);
     writer.finish()?;
     Ok(total)
 }

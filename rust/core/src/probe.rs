@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::fetch::{Batch, Fetch, pool};
+use crate::fetch::{Batch, Cost, Fetch, pool};
 use crate::latency::{Latency, Summary};
 use crate::mode::Engine;
 use crate::plan::{Coalesce, Plan, Want};
@@ -96,9 +96,10 @@ pub fn measure(
             gaps.record(now - last);
             last = now;
         };
-        let outcome = engine(reader, depth)?.fetch(&batch, &mut done, &mut || false);
+        let mut cost = Cost::default();
+        let outcome = engine(reader, depth)?.fetch(&batch, &mut done, &mut || false, &mut cost);
         match outcome {
-            Ok(cost) => reached = reached.max(cost.depth),
+            Ok(()) => reached = reached.max(cost.depth),
             Err(Error::Timeout { .. }) => break,
             Err(error) => return Err(error.in_table(&reader.table().name)),
         }

@@ -14,7 +14,8 @@ use crate::stats::Counter;
 /// The policy of readers' caches.
 const POLICY: Policy = Policy::Counted;
 
-/// How long a change of the budget waits for another one before it looks for an interrupt.
+/// How long a change of the budget, or a list of the rows, waits for another one before it looks for
+/// an interrupt.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// What a reader's caches have done since it was opened.
@@ -42,8 +43,8 @@ pub struct RowCache {
     plane_bytes: Vec<usize>,
     rows: u64,
     claims: Claims,
-    /// Who is changing the budget, as [`who`] names him; 0 for nobody.
-    resizing: AtomicU64,
+    /// Who is changing the budget or listing the rows, as [`who`] names him; 0 for nobody.
+    busy: AtomicU64,
     stats: CacheStats,
 }
 
@@ -56,8 +57,8 @@ fn who() -> u64 {
     u64::from(std::process::id()) << 32 | u64::from(NUMBER.with(|number| *number))
 }
 
-/// Whoever changes the budget, until it is dropped.
-struct Turn<'a>(&'a AtomicU64);
+/// Whoever changes the budget or lists the rows, until it is dropped.
+pub(crate) struct Turn<'a>(&'a AtomicU64);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -74,7 +75,7 @@ impl RowCache {
             plane_bytes,
             rows,
             claims: Claims::new(),
-            resizing: AtomicU64::new(0),
+            busy: AtomicU64::new(0),
             stats: CacheStats::default(),
         }
     }
@@ -121,8 +122,8 @@ impl RowCache {
 
     /// Changes the budget, from now on, to `bytes`, 0 for none. Rows that were in the cache stay as
     /// far as they fit, those wanted most first; meanwhile the two caches together take no more than
-    /// the larger budget, and rows that are read are not kept. `interrupt` is called now and then; an
-    /// error from it leaves the new budget with the rows moved so far.
+    /// the larger budget and some pages, and rows that are read are not kept. `interrupt` is called
+    /// now and then; an error from it leaves the new budget with the rows moved so far.
     ///
     /// # Errors
     /// A budget too small for any row, or larger than the memory there is; a call from inside
@@ -135,8 +136,8 @@ impl RowCache {
             return Ok(());
         }
         if bytes == 0 {
-            self.active.store(false, Ordering::Relaxed);
             self.current.store(None);
+            self.active.store(false, Ordering::Relaxed);
             return old.map_or(Ok(()), |old| old.retire(interrupt));
         }
         let new = Arc::new(Cache::new(bytes, &self.plane_bytes, self.rows, POLICY)?);
@@ -144,8 +145,9 @@ impl RowCache {
             // Before anybody can put a row into it.
             new.begin_filling();
         }
-        self.current.store(Some(Arc::clone(&new)));
+        // In this order: a fork between the two must not leave a cache that nobody looks into.
         self.active.store(true, Ordering::Relaxed);
+        self.current.store(Some(Arc::clone(&new)));
         old.map_or(Ok(()), |old| old.move_to(&new, interrupt))
     }
 
@@ -172,25 +174,28 @@ impl RowCache {
         Ok(())
     }
 
-    /// Waits until nobody else changes the budget.
-    fn turn(&self, interrupt: &dyn Fn() -> Result<()>) -> Result<Turn<'_>> {
+    /// Waits until nobody else changes the budget or lists the rows.
+    ///
+    /// # Errors
+    /// A call from inside another one, by its `interrupt`.
+    pub(crate) fn turn(&self, interrupt: &dyn Fn() -> Result<()>) -> Result<Turn<'_>> {
         let own = who();
         loop {
-            let holder = self.resizing.load(Ordering::Relaxed);
+            let holder = self.busy.load(Ordering::Relaxed);
             if holder == own {
                 return Err(Error::value(
-                    "the budget of this cache is being changed by this very thread, and a signal \
-                     handler that runs meanwhile cannot change it too; do so when resize has returned",
+                    "this very thread is in resize or save_hot of this cache, and a signal handler that \
+                     runs meanwhile can call neither; do so when the call has returned",
                 ));
             }
             // A holder of another process was a thread of the parent, which is not here.
             if holder >> 32 != own >> 32
                 && self
-                    .resizing
+                    .busy
                     .compare_exchange(holder, own, Ordering::Acquire, Ordering::Relaxed)
                     .is_ok()
             {
-                return Ok(Turn(&self.resizing));
+                return Ok(Turn(&self.busy));
             }
             std::thread::sleep(PAUSE);
             interrupt()?;

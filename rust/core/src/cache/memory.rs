@@ -8,6 +8,8 @@
 //! then changes tags and bytes, then leaves even and larger. A reader that finds the same even value
 //! before and after copying has copied what one writer left. This is the same bargain as copying
 //! rows from a file that others may write to (`map.rs`), with the difference that here it is noticed.
+//! A cache that was given up gives the memory of its sets back, index and rows, when each has been
+//! emptied: it holds zeros then, also as the state of its sets, which is none that a reader began with.
 //! The language has no copy of bytes that may race and is as fast; words of atomics cost a sixth of
 //! a hit.
 //!
@@ -73,11 +75,13 @@ pub(super) struct Locked<'m> {
 }
 
 impl Set {
-    /// The state that a copy has to find again afterwards; `None` while a writer is at work.
+    /// The state that a copy has to find again afterwards; `None` while a writer is at work, and for
+    /// a set that never had a row. Those have state 0, as memory that was given back has, which so
+    /// cannot be taken for what it was before: a hand is never 0 again.
     #[inline(always)]
     pub(super) fn begin(&self) -> Option<u32> {
         let state = self.state.load(Ordering::Acquire);
-        (state & LOCKED == 0).then_some(state)
+        (state & LOCKED == 0 && state != 0).then_some(state)
     }
 
     /// Whether nothing was changed since [`Set::begin`] gave `state`.
@@ -273,22 +277,71 @@ impl Memory {
         }
     }
 
-    /// Gives the memory of the slots before `slot` back, as far as it is whole pages from
-    /// `from` on. They hold zeros afterwards. Returns where the next call continues.
-    pub(super) fn release(&self, from: usize, slot: usize) -> usize {
+    /// Gives memory back, from the first set on.
+    pub(super) fn release(&self) -> Release<'_> {
+        Release {
+            memory: self,
+            index: 0,
+            rows: self.rows_at,
+        }
+    }
+}
+
+/// What of the memory has been given back: index and rows of the sets before one, whole pages. They
+/// hold zeros afterwards.
+pub(super) struct Release<'m> {
+    memory: &'m Memory,
+    /// Where the next pages of the index begin, and those of the rows.
+    index: usize,
+    rows: usize,
+}
+
+impl Release<'_> {
+    /// Gives the memory of the sets before `set` back. Every one of them was emptied under its lock,
+    /// and takes no row any more.
+    pub(super) fn up_to(&mut self, set: usize) {
+        let memory = self.memory;
+        if set == memory.sets {
+            // The page that index and rows share, too.
+            let _ = memory.buffer.discard(0..memory.buffer.len());
+            return;
+        }
+        let rows = memory.rows_at + set * WAYS * memory.shape.row_bytes();
+        self.index = memory.discard(self.index, set * SET_BYTES);
+        self.rows = memory.discard(self.rows, rows);
+    }
+}
+
+impl Memory {
+    /// Gives the whole pages from `from` to `to` back; returns where the next call continues.
+    fn discard(&self, from: usize, to: usize) -> usize {
         let page = if self.buffer.huge_pages() {
             HUGE_PAGE
         } else {
             rustix::param::page_size()
         };
-        let start = from.max(self.rows_at).next_multiple_of(page);
-        let end = (self.rows_at + slot * self.shape.row_bytes()) / page * page;
+        let (start, end) = (from.next_multiple_of(page), to / page * page);
         if end <= start {
             return from;
         }
         // Memory that the kernel does not take back stays until the cache goes.
         let _ = self.buffer.discard(start..end);
         end
+    }
+
+    /// Pages of 4 KiB that count, as the kernel has it.
+    #[cfg(test)]
+    pub(super) fn resident_pages(&self) -> usize {
+        use std::os::unix::fs::FileExt as _;
+        let page = rustix::param::page_size();
+        let mut entries = vec![0; self.buffer.len().div_ceil(page) * 8];
+        let first = self.buffer.address() as usize / page;
+        std::fs::File::open("/proc/self/pagemap")
+            .and_then(|map| map.read_exact_at(&mut entries, (first * 8) as u64))
+            .unwrap();
+        let (entries, _) = entries.as_chunks::<8>();
+        let present = |entry: &&[u8; 8]| u64::from_le_bytes(**entry) >> 63 == 1;
+        entries.iter().filter(present).count()
     }
 }
 

@@ -1,10 +1,12 @@
 //! The cache against a dictionary, and against itself on many threads.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::buffer::HUGE_PAGE;
 
 const POLICIES: [Policy; 2] = [Policy::Clock, Policy::Counted];
 
@@ -312,6 +314,63 @@ fn a_cache_takes_no_other_rows_while_rows_are_moved_to_it() {
     assert!(tried.get());
     assert_eq!(ids_of(&new).len(), ids.len());
     assert!(matches!(insert(&new, 5000, &other), Insertion::Kept { .. }));
+}
+
+/// A fork while rows were moved: in the child nobody moves them on.
+#[test]
+fn a_cache_that_another_process_was_filling_takes_rows() {
+    let cache = empty(4, &[8]);
+    cache.begin_filling();
+    assert_eq!(insert(&cache, 1, &row(1, &[8], 0)), Insertion::Refused);
+    cache.filling.begun_by_another_process();
+    let kept = Insertion::Kept { evicted: None };
+    assert_eq!(insert(&cache, 1, &row(1, &[8], 0)), kept);
+    assert_eq!(cache.restore(2, &[&[0; 8]], 3), kept);
+}
+
+/// The index as well as the rows: of rows this short it is two fifths of the memory.
+#[test]
+fn two_caches_take_no_more_than_one_while_rows_are_moved() {
+    let small = rustix::param::page_size();
+    for (budget, page) in [(4_u64 << 20, small), (40 << 20, HUGE_PAGE)] {
+        let made = || Cache::new(budget, &[8], 1 << 24, Policy::Counted).unwrap();
+        let (old, new) = (made(), made());
+        for id in 0..old.capacity() / 3 {
+            old.insert(id, &[&id.to_le_bytes()]);
+        }
+        let before = old.memory.resident_pages();
+        assert!((before * small) as u64 > budget * 9 / 10);
+        let (most, moved) = (std::cell::Cell::new(0), old.len());
+        old.move_to(&new, &|| {
+            let pages = old.memory.resident_pages() + new.memory.resident_pages();
+            most.set(most.get().max(pages));
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(new.len(), moved);
+        assert_eq!(old.memory.resident_pages(), 0);
+        // Half a megabyte, and where index and rows of either have got to a page that is not done.
+        let beside = ((1 << 19) + 5 * page) / small;
+        assert!(most.get() <= before + beside, "{} of {before}", most.get());
+    }
+}
+
+/// A copy that began before a row came, and ends after it went and its memory was given back.
+#[test]
+fn memory_that_was_given_back_is_not_what_it_was_before() {
+    let (old, new) = (empty(1, &[8]), empty(1, &[8]));
+    let line = &old.memory.sets()[0];
+    assert_eq!(line.begin(), None, "there is nothing to copy yet");
+    insert(&old, 1, &row(1, &[8], 0));
+    let state = line.begin().unwrap();
+    assert!(line.unchanged(state));
+    old.move_to(&new, &|| Ok(())).unwrap();
+    assert_eq!((line.unchanged(0), line.unchanged(state)), (true, false));
+    assert_eq!(get(&old, 1, &[8]), None);
+    // Whoever still has it does not make its memory count again.
+    assert_eq!(insert(&old, 1, &row(1, &[8], 0)), Insertion::Refused);
+    assert!(line.unchanged(0));
+    assert_eq!(get(&new, 1, &[8]), Some(row(1, &[8], 0)));
 }
 
 /// After an interrupt what was moved stays, the rest is given up, and the new cache is in use.

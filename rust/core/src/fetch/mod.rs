@@ -62,7 +62,7 @@ impl Batch<'_> {
     }
 }
 
-/// What a batch cost.
+/// What batches cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Reads the kernel was asked for, retries and remainders included.
@@ -78,12 +78,14 @@ pub trait Fetch {
     /// Completes every read of `batch`, calling `done` with its index and its bytes as each
     /// arrives, in any order. `idle` is useful work to do while reads are in flight; it returns
     /// whether there is more of it. On return with an error some reads may not have been delivered.
+    /// What was done is added to `cost`, also then.
     fn fetch(
         &mut self,
         batch: &Batch<'_>,
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
-    ) -> Result<Cost>;
+        cost: &mut Cost,
+    ) -> Result<()>;
 }
 
 /// What to do with the result of one read.

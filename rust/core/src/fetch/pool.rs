@@ -129,8 +129,9 @@ impl Fetch for Pool {
         batch: &Batch<'_>,
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
-    ) -> Result<Cost> {
-        Narrow(DEPTH).fetch(batch, done, idle)
+        cost: &mut Cost,
+    ) -> Result<()> {
+        Narrow(DEPTH).fetch(batch, done, idle, cost)
     }
 }
 
@@ -144,12 +145,13 @@ impl Fetch for Narrow {
         batch: &Batch<'_>,
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
-    ) -> Result<Cost> {
+        cost: &mut Cost,
+    ) -> Result<()> {
         let source = Files {
             files: batch.files.to_vec(),
             direct: batch.direct,
         };
-        fetch_with(self.0, Box::new(source), batch, done, idle)
+        fetch_with(self.0, Box::new(source), batch, done, idle, cost)
     }
 }
 
@@ -159,8 +161,9 @@ pub(crate) fn fetch_from(
     batch: &Batch<'_>,
     done: &mut dyn FnMut(usize, &[u8]),
     idle: &mut dyn FnMut() -> bool,
-) -> Result<Cost> {
-    fetch_with(DEPTH, source, batch, done, idle)
+    cost: &mut Cost,
+) -> Result<()> {
+    fetch_with(DEPTH, source, batch, done, idle, cost)
 }
 
 fn fetch_with(
@@ -169,7 +172,8 @@ fn fetch_with(
     batch: &Batch<'_>,
     done: &mut dyn FnMut(usize, &[u8]),
     idle: &mut dyn FnMut() -> bool,
-) -> Result<Cost> {
+    cost: &mut Cost,
+) -> Result<()> {
     let reads: Vec<_> = batch
         .reads
         .iter()
@@ -200,12 +204,10 @@ fn fetch_with(
         }
     }
     drop(sender);
-    let outcome = collect(&work, &deliveries, batch, done, idle);
+    cost.depth = cost.depth.max(started);
+    let outcome = collect(&work, &deliveries, batch, done, idle, cost);
     work.stop.store(true, Ordering::Relaxed);
-    outcome.map(|cost| Cost {
-        depth: started,
-        ..cost
-    })
+    outcome
 }
 
 fn collect(
@@ -214,8 +216,8 @@ fn collect(
     batch: &Batch<'_>,
     done: &mut dyn FnMut(usize, &[u8]),
     idle: &mut dyn FnMut() -> bool,
-) -> Result<Cost> {
-    let mut cost = Cost::default();
+    cost: &mut Cost,
+) -> Result<()> {
     let mut left = batch.reads.len();
     let mut busy = true;
     let mut checked = Instant::now();
@@ -271,7 +273,7 @@ fn collect(
             }
         }
     }
-    Ok(cost)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -361,6 +363,7 @@ mod tests {
                 rows.push((reads[index].offset, bytes.to_vec()));
             },
             &mut || false,
+            &mut Cost::default(),
         )?;
         rows.sort();
         Ok(rows)

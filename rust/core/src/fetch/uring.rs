@@ -223,7 +223,8 @@ impl Ring {
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
         depth: usize,
-    ) -> Result<Cost> {
+        cost: &mut Cost,
+    ) -> Result<()> {
         let longest = batch
             .reads
             .iter()
@@ -231,7 +232,6 @@ impl Ring {
             .max()
             .unwrap_or(0);
         self.prepare(longest, batch.direct)?;
-        let mut cost = Cost::default();
         let mut next = 0;
         let mut left = batch.reads.len();
         let mut busy = true;
@@ -258,7 +258,7 @@ impl Ring {
             let mut arrived = false;
             while let Some((slot, result)) = self.reap() {
                 arrived = true;
-                left -= usize::from(self.completed(slot, result, batch, &mut cost, done)?);
+                left -= usize::from(self.completed(slot, result, batch, cost, done)?);
             }
             if !arrived {
                 busy = busy && idle();
@@ -269,7 +269,7 @@ impl Ring {
                 batch.check(&mut checked, left)?;
             }
         }
-        Ok(cost)
+        Ok(())
     }
 
     /// Handles one completion; whether its read is now whole.
@@ -393,7 +393,8 @@ impl Fetch for Uring {
         batch: &Batch<'_>,
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
-    ) -> Result<Cost> {
+        cost: &mut Cost,
+    ) -> Result<()> {
         let mut ring = match self.ring.take() {
             Some(ring) => ring,
             None => acquire().map_err(|error| Error::Io {
@@ -402,7 +403,7 @@ impl Fetch for Uring {
                 place: Box::default(),
             })?,
         };
-        let outcome = ring.drive(batch, done, idle, self.depth);
+        let outcome = ring.drive(batch, done, idle, self.depth, cost);
         if let Err(error) = ring.require_own_process() {
             // Nothing of it may be touched here, and its destructor would unmap what is not there.
             std::mem::forget(ring);

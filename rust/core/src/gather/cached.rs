@@ -277,9 +277,6 @@ fn read(
     for arrivals in &arrivals {
         arrivals.finish();
     }
-    for (part, slice) in parts.iter().zip(slices) {
-        part.count_repeats(slice);
-    }
     Ok(())
 }
 

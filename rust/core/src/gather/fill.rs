@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rayon::prelude::*;
-use smallvec::{SmallVec, smallvec};
 
+use super::account::{Charge, account};
 use super::proof;
 use super::sweep::{Deferred, Rest, is_resident, sweep};
 use super::{Belief, Control, Lane, Lanes, Report, Request};
@@ -209,28 +209,6 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
-    report.fetched += plan.copies.len() as u64;
-    report.unique_fetched += plan.unique;
-    let mut counts: SmallVec<[(u64, u64); 4]> = smallvec![(0, 0); lanes.len()];
-    for read in &plan.reads {
-        let mut previous = None;
-        for copy in plan.copies_of(read) {
-            let (rows, unique) = &mut counts[copy.lane as usize];
-            *rows += 1;
-            if previous != Some(copy.within) {
-                *unique += 1;
-                previous = Some(copy.within);
-            }
-        }
-    }
-    for (lane, (rows, unique)) in lanes.iter().zip(counts) {
-        let stats = lane.reader.stats();
-        stats.rows_fetched.add(rows);
-        stats.unique_rows_fetched.add(unique);
-    }
-}
-
 /// The engine that reads for `reader`; threads where a ring, once possible, is refused now.
 pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
     use crate::fetch::uring::{self, Uring};
@@ -297,7 +275,7 @@ impl Round<'_> {
 
     pub(super) fn fetch(&self, deferred: &mut Deferred<'_>, report: &mut Report) -> Result<()> {
         let started = Instant::now();
-        let mut ends = self.whole_rows()?;
+        let ends = self.whole_rows()?;
         let direct = self.way.alignment.is_some();
         let mut reads = &self.plan.reads[..];
         let mut left = Vec::new();
@@ -305,10 +283,36 @@ impl Round<'_> {
             self.read_cached(&mut left, started)?;
             reads = &left;
         }
-        let mut done = |index: usize, bytes: &[u8]| self.deliver(&reads[index], bytes);
+        let mut charge = Charge::default();
+        let mut done = |index: usize, bytes: &[u8]| {
+            charge.delivered(self, &reads[index], bytes.len());
+            self.deliver(&reads[index], bytes);
+        };
         let mut idle = || deferred.step(self.lanes);
         let mut cost = Cost::default();
-        while !reads.is_empty() {
+        let outcome = if reads.is_empty() {
+            self.look_at_sizes();
+            self.whole_rows().map(|_| ())
+        } else {
+            self.deliver_all(reads, ends, direct, &mut done, &mut idle, &mut cost)
+        };
+        report.reads += cost.reads;
+        report.bytes_read += cost.bytes;
+        charge.finish(self, cost, started);
+        outcome
+    }
+
+    /// Has `reads` done, and done again as far as files have been found to end earlier meanwhile.
+    fn deliver_all(
+        &self,
+        reads: &[Read],
+        mut ends: Vec<u64>,
+        direct: bool,
+        done: &mut dyn FnMut(usize, &[u8]),
+        idle: &mut dyn FnMut() -> bool,
+        cost: &mut Cost,
+    ) -> Result<()> {
+        loop {
             let batch = Batch {
                 reads,
                 files: self.files,
@@ -317,28 +321,17 @@ impl Round<'_> {
                 deadline: self.control.deadline,
                 interrupt: self.control.interrupt,
             };
-            let outcome = engine(self.reader())?.fetch(&batch, &mut done, &mut idle);
+            let outcome = engine(self.reader())?.fetch(&batch, done, idle, cost);
             self.look_at_sizes();
             let now = self.whole_rows()?;
             match outcome {
-                Ok(taken) => {
-                    cost = taken;
-                    break;
-                }
+                Ok(()) => return Ok(()),
                 // A file was found cut short. All rows lie before the cut, so a read only reached
                 // past it, and comes out whole now that it is known to end there.
                 Err(Error::Io { .. }) if now != ends => ends = now,
                 Err(error) => return Err(self.locate(error)),
             }
         }
-        if reads.is_empty() {
-            self.look_at_sizes();
-            self.whole_rows()?;
-        }
-        report.reads += cost.reads;
-        report.bytes_read += cost.bytes;
-        self.charge(reads, cost, started);
-        Ok(())
     }
 
     /// Looks at the sizes of the files that were read. While a file is being cut, a read of what is
@@ -432,38 +425,6 @@ impl Round<'_> {
             .iter()
             .find(|lane| Way::of(lane).engine == self.way.engine);
         lane.unwrap_or(&self.lanes[0]).reader
-    }
-
-    fn reader_of(&self, read: &Read) -> &Reader {
-        let lane = self
-            .plan
-            .copies_of(read)
-            .first()
-            .map_or(0, |copy| copy.lane as usize);
-        self.lanes[lane].reader
-    }
-
-    fn charge(&self, reads: &[Read], cost: Cost, started: Instant) {
-        for read in reads {
-            let stats = self.reader_of(read).stats();
-            stats.reads.add(1);
-            stats.bytes_read.add(u64::from(read.len));
-        }
-        let elapsed = started.elapsed();
-        let mut previous: Option<&Reader> = None;
-        for lane in self.lanes.iter().filter(|lane| Way::of(lane) == self.way) {
-            if previous.is_none_or(|reader| !std::ptr::eq(reader, lane.reader)) {
-                lane.reader.stats().fetch.record(elapsed);
-                lane.reader.stats().depth.raise(cost.depth);
-            }
-            if previous.is_none() {
-                lane.reader
-                    .stats()
-                    .reads
-                    .add(cost.reads.saturating_sub(reads.len() as u64));
-            }
-            previous = Some(lane.reader);
-        }
     }
 
     /// Names the row that a failed read was for.

@@ -7,7 +7,7 @@ use super::fill::engine;
 use super::{Control, cached, check_ids};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::fetch::Batch;
+use crate::fetch::{Batch, Cost};
 use crate::plan::{Coalesce, Plan, Want};
 use crate::reader::Reader;
 use crate::threads;
@@ -108,10 +108,12 @@ fn read(reader: &Reader, ids: &[i64]) -> Result<()> {
             residency.set(residency.pages_of(read.offset, u64::from(read.len)));
         }
     };
-    let cost = engine(reader)?.fetch(&batch, &mut done, &mut || false)?;
+    let mut cost = Cost::default();
+    let outcome = engine(reader)?.fetch(&batch, &mut done, &mut || false, &mut cost);
     let stats = reader.stats();
-    stats.rows_prefetched.add(plan.copies.len() as u64);
     stats.reads.add(cost.reads);
     stats.bytes_read.add(cost.bytes);
+    outcome?;
+    stats.rows_prefetched.add(plan.copies.len() as u64);
     Ok(())
 }

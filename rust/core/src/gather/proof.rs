@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
+use super::account::account;
 use super::fill::{self, Round, Way};
 use super::sweep::{Deferred, Rest};
 use super::{Belief, Control, Lane, Report, Request};
@@ -254,7 +255,7 @@ fn read_lost(
     let files = fill::files(requests);
     for (way, mut wants) in ways {
         let plan = Plan::new(&mut wants, way.coalesce());
-        fill::account(lanes, &plan, report);
+        account(lanes, &plan, report);
         let round = Round {
             lanes,
             plan: &plan,

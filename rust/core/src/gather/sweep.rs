@@ -194,10 +194,12 @@ fn sweep_range(
     if sweep.verify && sweep.denied == 0 && lane.reader.verifies() {
         lane.reader.trust_more();
     }
-    let stats = lane.reader.stats();
-    stats.rows_resident.add(sweep.copied as u64);
+    lane.count_resident(sweep.copied as u64);
     if sweep.copied > 0 {
-        stats.copy.record(before.duration_since(begun));
+        lane.reader
+            .stats()
+            .copy
+            .record(before.duration_since(begun));
     }
     sweep.rest
 }
@@ -421,7 +423,7 @@ impl<'r> Deferred<'r> {
             }
         }
         was_slow(lane, begun.elapsed(), end - self.position);
-        lane.reader.stats().rows_resident.add(copied);
+        lane.count_resident(copied);
         self.position = end;
         if end >= rest.deferred.end {
             self.rest += 1;

@@ -1,5 +1,6 @@
 //! Rows of a round as they arrive.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::part::{Part, Slice, Use};
@@ -12,6 +13,8 @@ pub(in crate::gather) struct Arrivals<'a> {
     /// Where the round puts the planes of each row.
     scratch: &'a [PlaneSink<'a>],
     progress: Mutex<Progress>,
+    /// Row parts of rows wanted several times that are read, the first place of each aside.
+    repeats_read: AtomicU64,
 }
 
 struct Progress {
@@ -33,6 +36,21 @@ impl Keeper<'_> {
         matches!(self.arrivals.part.wanted_for, Use::Restore)
     }
 
+    /// Whether rows go to a caller, rather than to the cache alone.
+    pub(in crate::gather) fn serves(&self) -> bool {
+        matches!(self.arrivals.part.wanted_for, Use::Serve(_))
+    }
+
+    /// This plane of the row at `position` is going to be read; for how many places.
+    pub(in crate::gather) fn reads(&self, position: u32) -> u64 {
+        let places = self.arrivals.slice.groups[position as usize].len() as u64;
+        if places > 1 {
+            let repeats = &self.arrivals.repeats_read;
+            repeats.fetch_add(places - 1, Ordering::Relaxed);
+        }
+        places
+    }
+
     /// This plane of the row at `position` has been read.
     pub(in crate::gather) fn arrived(&self, position: u32, bytes: &[u8]) {
         self.arrivals.arrived(self.plane, position as usize, bytes);
@@ -46,6 +64,7 @@ impl<'a> Arrivals<'a> {
                 planes: vec![0; slice.ids.len()],
                 row: Vec::new(),
             }),
+            repeats_read: AtomicU64::new(0),
             part,
             slice,
             scratch,
@@ -101,6 +120,12 @@ impl<'a> Arrivals<'a> {
                 self.keep(position, &progress.row);
             }
         }
+        // What was not read for its other places was copied for them.
+        let groups = self.slice.groups.iter();
+        let repeats: usize = groups.map(|group| group.len() - 1).sum();
+        let read = self.repeats_read.load(Ordering::Relaxed);
+        let copied = (repeats * self.scratch.len()) as u64;
+        self.part.count_resident(copied.saturating_sub(read));
     }
 
     /// A row is whole.

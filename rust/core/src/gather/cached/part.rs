@@ -121,7 +121,7 @@ impl<'r> Part<'r> {
                     // Whoever read it last may have been through just before the claim.
                     if self.cache.contains(id.cast_unsigned()) && self.get(id, &mut row) {
                         let number = slice.ids.len() - 1;
-                        self.scatter(&slice.groups[number], &row);
+                        self.received(&slice.groups[number], &row);
                         mine.arrived(number, &|| Arc::from(&row[..]));
                         mine.forget_last();
                         slice.ids.pop();
@@ -133,14 +133,17 @@ impl<'r> Part<'r> {
         Ok(slice)
     }
 
-    /// Rows wanted several times are read once, and count as often as they are wanted.
-    pub(super) fn count_repeats(&self, slice: &Slice) {
-        let repeats: usize = slice.groups.iter().map(|group| group.len() - 1).sum();
-        let planes = self.reader.table().planes.len();
-        self.reader
-            .stats()
-            .rows_fetched
-            .add((repeats * planes) as u64);
+    /// Counts row parts as copied from memory, where a caller gets them.
+    pub(super) fn count_resident(&self, parts: u64) {
+        if matches!(self.wanted_for, Use::Serve(_)) {
+            self.reader.stats().rows_resident.add(parts);
+        }
+    }
+
+    /// Copies a row that another call has read to its places.
+    fn received(&self, group: &Range<usize>, row: &[u8]) {
+        self.scatter(group, row);
+        self.count_resident((group.len() * self.reader.table().planes.len()) as u64);
     }
 
     /// Where in `missing` the places of the row at `start` lie.
@@ -232,7 +235,7 @@ impl<'r> Part<'r> {
             let start = self.missing.partition_point(|missing| missing.id < id);
             let group = self.group(start);
             match outcome {
-                Waited::Row(bytes) => self.scatter(&group, &bytes),
+                Waited::Row(bytes) => self.received(&group, &bytes),
                 Waited::Failed => again.extend_from_slice(&self.missing[group]),
                 Waited::Late => {
                     self.impatient = true;

@@ -1,0 +1,3 @@
+"""Rows that begin at any byte, through a tiny cache."""
+
+from test_alignment import *
