@@ -6,8 +6,6 @@ import atexit
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from engram import _engram
 from engram._arguments import optional_number, out_of_range, path_text, table_argument, whole_number
 from engram._arrays import int64_ids, is_torch
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
+    import numpy as np
     from numpy.typing import NDArray
 
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
