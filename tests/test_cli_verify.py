@@ -134,6 +134,17 @@ def test_what_is_no_safetensors_file_is_listed(qwen):
     assert "git lfs pull" in messages
 
 
+def test_a_broken_index_alone_in_its_directory_is_the_problem(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{")
+    for path in (tmp_path, index):
+        document = verified(path)
+        (problem,) = document["problems"]
+        assert (problem["kind"], problem["path"]) == ("index", str(index))
+        assert document["files"] == 0
+        assert "no .safetensors file" not in problem["message"]
+
+
 def test_links_that_lead_nowhere_are_missing(qwen):
     path = table_files(qwen)[0]
     path.unlink()
