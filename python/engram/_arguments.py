@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import sys
@@ -15,6 +16,7 @@ def path_text(path: Any) -> str:
 
     Raises:
         TypeError: Not a path.
+        FileNotFoundError: It is empty, which Python's own `Path` takes for the working directory.
         ValueError: It contains a NUL byte, which no file name can.
     """
     try:
@@ -23,6 +25,8 @@ def path_text(path: Any) -> str:
         raise placed(
             TypeError(f"a path is a str, bytes or os.PathLike, not {type(path).__name__}")
         ) from None
+    if not text:
+        raise placed(FileNotFoundError(errno.ENOENT, "the path is empty", text), path=text)
     if "\0" in text:
         raise placed(ValueError(f"the path {text!r} contains a NUL byte"))
     return text
