@@ -75,6 +75,34 @@ def table_argument(table: Any) -> str | int | None:
     return min(place, sys.maxsize)
 
 
+def mode_argument(name: str, value: Any) -> str:
+    """A mode's name; the native half knows which there are.
+
+    Raises:
+        TypeError: No string; `name` says which argument it was.
+    """
+    if not isinstance(value, str):
+        raise placed(TypeError(f'{name}={value!r} must be a name such as "auto"'))
+    return value
+
+
+def pad_argument(pad_id: Any) -> int | None:
+    """The id that stands for a row of zeros, if any; as strict as ids are.
+
+    Raises:
+        TypeError: No integer; True and False are none.
+    """
+    if pad_id is None or type(pad_id) is int:
+        return pad_id
+    try:
+        number = None if isinstance(pad_id, bool) else operator.index(pad_id)
+    except TypeError:
+        number = None
+    if number is None:
+        raise placed(TypeError(f"pad_id={pad_id!r} must be an integer or None"))
+    return number
+
+
 def out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:
     """The error for a number of a gather that the native half cannot hold."""
     return placed(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram._arguments import pad_argument
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._locks import ForkedLock
@@ -85,6 +86,8 @@ class Storage(ABC):
         if not self._loaded:
             self._require_open()
         try:
+            if pad_id is not None:
+                pad_id = pad_argument(pad_id)
             exchange = self._exchange
             if exchange is not None:
                 return exchange.lookup(ids, out, pad_id)
