@@ -86,11 +86,11 @@ class Storage(ABC):
         if not self._loaded:
             self._require_open()
         try:
-            if pad_id is not None:
-                pad_id = pad_argument(pad_id)
             exchange = self._exchange
             if exchange is not None:
                 return exchange.lookup(ids, out, pad_id)
+            if pad_id is not None:
+                pad_id = pad_argument(pad_id)
             if is_torch(ids) and ids.device.type != "cpu":
                 return self._lookup_on_device(ids, out, pad_id)
             if (
