@@ -161,6 +161,14 @@ def test_every_public_name_is_in_the_reference():
 
 
 @needs_sources
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/command-line.md"])
+def test_pages_that_tell_statuses_tell_those_of_a_verdict_too(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert re.search(r"2 (for )?a wrong command line", text)
+    assert re.search(r"`doctor` and `verify` give a verdict: 1 [^.]*, 2 that there was nothing", text)
+
+
+@needs_sources
 def test_links_between_pages_lead_somewhere():
     # mkdocs looks at those of the documentation; the README is read elsewhere.
     text = (ROOT / "README.md").read_text(encoding="utf-8")
