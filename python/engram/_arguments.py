@@ -71,8 +71,9 @@ def table_argument(table: Any) -> str | int | None:
         raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
     if place < 0:
         raise placed(ValueError(f"table={place}: places in layer order count from 0"))
-    # No checkpoint has so many tables: the native half lists the choices.
-    return min(place, sys.maxsize)
+    if place > sys.maxsize:
+        raise placed(ValueError(f"table={place}: there are not so many; engram.tables lists them"))
+    return place
 
 
 def mode_argument(name: str, value: Any) -> str:

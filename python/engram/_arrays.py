@@ -69,15 +69,16 @@ def int64_ids(ids: Any, table: TableInfo) -> tuple[NDArray[np.int64], tuple[int,
 
 def _no_integers(ids: Any, dtype: np.dtype[Any]) -> str:
     """What is wrong with ids of this dtype, and what to pass instead if that is clear."""
-    if dtype.kind == "O" and not is_numpy(ids) and not isinstance(ids, list | tuple):
+    of_torch, of_numpy = is_torch(ids), is_numpy(ids)
+    if dtype.kind == "O" and not of_numpy and not isinstance(ids, list | tuple):
         # numpy makes one object of what is neither a sequence nor an array.
         kind = "None" if ids is None else f"a {type(ids).__name__}"
         hint = "" if ids is None else "; pass a list or an array"
         return f"ids must be integers, not {kind}{hint}"
     hint = ""
-    if dtype.kind == "f" and is_torch(ids):
+    if dtype.kind == "f" and of_torch:
         hint = "; pass ids.long()"
-    elif dtype.kind == "f" and is_numpy(ids):
+    elif dtype.kind == "f" and of_numpy:
         hint = "; pass ids.astype(numpy.int64)"
     return f"ids must be integers, not {dtype}{hint}"
 
