@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import engram
 from engram import _engram, synth
 from engram.cli import prewarm, progress, verify
+from engram.cli import synth as writing
 from engram.cli.app import app
 
 
@@ -293,10 +294,25 @@ def test_prewarm_as_json(sound):
     assert 0 <= second["resident_share"] <= 1
 
 
-def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch):
+# progress
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What a terminal that somebody watches was shown, frame by frame."""
     shown = io.StringIO()
-    terminal = Console(file=shown, force_terminal=True, width=140, height=20)
-    monkeypatch.setattr(progress, "status", lambda: terminal)
+    console = Console(file=shown, force_terminal=True, width=140, height=20)
+    for module in (progress, writing):
+        monkeypatch.setattr(module, "status", lambda: console)
+
+    def frames():
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+        return [frame for frame in re.split(r"[\r\n]+", plain) if frame.strip()]
+
+    return frames
+
+
+def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch, terminal):
     total = 64 << 20
 
     def slowly(gather, most, report):
@@ -309,9 +325,56 @@ def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch):
     monkeypatch.setattr(engram.FileGather, "prewarm", slowly)
     result = run("prewarm", sound.directory, "--table", "0")
     assert result.exit_code == 0, result.stderr
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
-    frames = [frame for frame in re.split(r"[\r\n]+", plain) if "MiB" in frame]
+    frames = [frame for frame in terminal() if "MiB" in frame]
     assert any(
         re.search(r"\d+(\.\d+)?/64(\.0)? MiB [\d.]+ [kMG]?B/s 0:00:0\d", frame) for frame in frames
     ), frames
     assert any(sound.tables[0].name[-20:] in frame for frame in frames)
+
+
+def test_verify_shows_a_bar_that_counts_rows(sound, monkeypatch, terminal):
+    reads = engram.FileGather.verify
+
+    def slowly(gather, rows, *, seed, progress):
+        for done in (0, 500, 1000):
+            progress(done, 4000)
+            time.sleep(0.15)
+        return reads(gather, rows, seed=seed, progress=progress)
+
+    monkeypatch.setattr(engram.FileGather, "verify", slowly)
+    result = run("verify", sound.directory, "--table", "0", "--sample", 4000)
+    assert result.exit_code == 0, result.stderr
+    frames = terminal()
+    assert any(re.search(r"reading rows twice .* (500|1000)/4000", frame) for frame in frames), (
+        frames
+    )
+    # What verifying itself reports in the end, whatever stood there before.
+    assert any("4000/4000" in frame for frame in frames), frames
+
+
+def test_synth_shows_a_bar_of_bytes_written(tmp_path, monkeypatch, terminal):
+    writes = synth.write
+
+    def slowly(directory, family, *, progress, **arguments):
+        for done in range(3):
+            progress(done << 20, 8 << 20)
+            time.sleep(0.15)
+        return writes(directory, family, progress=progress, **arguments)
+
+    monkeypatch.setattr(writing.library, "write", slowly)
+    result = run("synth", tmp_path / "c", "--size", "2MiB")
+    assert result.exit_code == 0, result.stderr
+    frames = terminal()
+    assert any(re.search(r"writing .* [12]\.0/8\.0 MiB", frame) for frame in frames), frames
+    info = synth.load(tmp_path / "c")
+    whole = f"{info.nbytes / 2**20:.1f}"
+    assert any(f"{whole}/{whole} MiB" in frame for frame in frames), frames
+
+
+def test_nothing_is_drawn_where_nobody_watches(sound, tmp_path):
+    for arguments in (
+        ("verify", sound.directory),
+        ("prewarm", sound.directory),
+        ("synth", tmp_path / "c", "--size", "2MiB"),
+    ):
+        assert run(*arguments).stderr == ""
