@@ -18,12 +18,19 @@ def main() -> None:
     anchors = set(re.findall(r'id="engram\.([\w.]+)"', html))
     # Attributes are items of a list, without an anchor.
     code = set(re.findall(r"<b><code>(?:<span[^>]*>)?(\w+)", html))
+    bases: dict[str, str] = {}
     missing = []
     for line in PUBLIC.read_text(encoding="utf-8").splitlines():
         name = re.match(r"[\w.]+", line)
         if name is None or "[" in line or name[0] == "__version__":
             continue
-        last = name[0].rpartition(".")[2]
+        parent, _, last = name[0].rpartition(".")
+        base = re.search(r"\) is (\w+)$", line)
+        if base is not None:
+            bases[name[0]] = f"{parent}.{base[1]}".lstrip(".")
+        # Methods are described where they are defined.
+        if f"{bases.get(parent)}.{last}" in anchors:
+            continue
         attribute = "." in name[0] and "(" not in line
         if name[0] not in anchors and last not in NOT_CALLED and not (attribute and last in code):
             missing.append(name[0])

@@ -2,8 +2,9 @@
 
     python .ci/walk.py dist [--without-torch]
 
-First the page that a stranger starts with, where nothing but the wheel and its command line is
-installed; then, unless told otherwise, torch and transformers are added and every page is followed.
+First the wheel and its command line are installed as the README says, and the page that a stranger
+starts with is followed. Then, unless told otherwise, what other pages install and need is added,
+and every page is followed, blocks that need a minute included.
 """
 
 import argparse
@@ -15,8 +16,21 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 FIRST = ROOT / "docs" / "index.md"
+EXTRAS = ("cli", "metrics", "plot", "tokenizers", "torch")
+"""Extras that the pages name and need."""
 MORE = ("safetensors>=0.8", "transformers>=5.23")
+"""What the pages import besides."""
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from documents import INSTALL, blocks  # noqa: E402 - a neighbour's, which no package holds
+
+
+def installation(page: Path) -> str:
+    """The commands by which a page installs engram, as they are written."""
+    return "".join(block.text for block in blocks(page) if block.title == INSTALL)
 
 
 def main() -> None:
@@ -33,17 +47,27 @@ def main() -> None:
         tools = Path(folder, "bin")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        environment["PIP_QUIET"] = "1"
+        checkout = Path(folder, "checkout")
+        checkout.mkdir()
+        (checkout / "dist").symlink_to(arguments.folder.resolve())
 
         def run(*command: object) -> None:
             subprocess.run([tools / "python", *map(str, command)], env=environment, check=True)
 
-        run("-m", "pip", "install", "--quiet", f"{wheel}[cli]")
+        def install(page: Path) -> None:
+            shell = ["bash", "-euo", "pipefail", "-c", installation(page)]
+            subprocess.run(shell, env=environment, cwd=checkout, check=True)
+
+        install(README)
         run(ROOT / "tests" / "documents.py", FIRST)
         if arguments.without_torch:
             return
-        run("-m", "pip", "install", "--quiet", f"{wheel}[cli,torch,tokenizers]", *MORE)
-        pages = sorted((ROOT / "docs").rglob("*.md"))
-        run(ROOT / "tests" / "documents.py", ROOT / "README.md", *pages)
+        pages = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+        for page in pages[1:]:
+            install(page)
+        run("-m", "pip", "install", f"{wheel}[{','.join(EXTRAS)}]", *MORE)
+        run(ROOT / "tests" / "documents.py", "--patient", *pages)
 
 
 if __name__ == "__main__":

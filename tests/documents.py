@@ -1,16 +1,17 @@
 """Runs the code blocks of documents, as a reader would who follows them from top to bottom.
 
-    python tests/documents.py README.md docs/index.md
+    python tests/documents.py [--patient] README.md docs/index.md
 
 runs the blocks of each document in an empty folder, with whatever `engram` the interpreter imports
 and whatever `engram` command stands first in PATH. A block with a title is run only where the title
-does not say that it needs more than that:
+does not say that it needs more than that (with `--patient` it may need time):
 
     ```sh title="needs a package index"
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -25,6 +26,12 @@ _FENCE = re.compile(
 )
 RUN = ("python", "sh")
 """Languages whose blocks are run; all others are read only."""
+
+INSTALL = "needs the wheel and a package index"
+"""Blocks that install engram from a folder `dist`, for whoever made an environment for them."""
+
+TIME = {"needs a minute", "needs a minute and the extra plot"}
+"""What blocks need that can be run, but not by a test suite."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,15 @@ def prepare(folder: Path) -> None:
     (folder / "examples").symlink_to(ROOT / "examples")
 
 
-def run(path: Path, environment: dict[str, str]) -> list[Block]:
+def run(path: Path, environment: dict[str, str], *, patient: bool = False) -> list[Block]:
     """Runs the blocks of one document in the working folder; returns those left out.
 
     Python blocks share their names, as in a session; shell blocks stop at the first failure.
+
+    Args:
+        path: The document.
+        environment: Variables for shell blocks.
+        patient: Whether blocks that need no more than a minute run too.
 
     Raises:
         Exception: What a Python block raised.
@@ -100,7 +112,7 @@ def run(path: Path, environment: dict[str, str]) -> list[Block]:
     names: dict[str, object] = {"__name__": "__main__"}
     left_out = []
     for block in blocks(path):
-        if block.missing:
+        if block.missing and not (patient and block.title in TIME):
             left_out.append(block)
         elif block.language == "python":
             # Padded, so that a traceback names the line of the document.
@@ -128,12 +140,16 @@ def run(path: Path, environment: dict[str, str]) -> list[Block]:
 
 
 def main() -> None:
-    for argument in sys.argv[1:]:
-        path = Path(argument).resolve()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("documents", type=Path, nargs="+")
+    parser.add_argument("--patient", action="store_true", help="run what needs a minute, too")
+    arguments = parser.parse_args()
+    for document in arguments.documents:
+        path = document.resolve()
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             prepare(Path(folder))
-            left_out = run(path, dict(os.environ))
+            left_out = run(path, dict(os.environ), patient=arguments.patient)
             os.chdir(ROOT)
         count = len(blocks(path)) - len(left_out)
         print(f"{name_of(path)}: {count} blocks run", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -66,16 +67,34 @@ def test_synth_passes_every_option_on(tmp_path):
         (["--rows", "10"], "10 rows are too few"),
         (["--rows", "1000", "--size", "1MiB"], "give only one"),
         (["--size", "many"], "'many' is not a size; write bytes, or for example 6GiB"),
-        (["--layers", "one"], "--layers must be a number"),
+        (["--size", "9" * 400 + "PiB"], "is more than the"),
+        (["--layers", "one"], "'--layers': must be a number"),
+        (["--layers", "x" * 10_000], "'--layers': must be a number"),
+        (["--layers", "999999999999"], "more than 1000 tables"),
+        (["--layers", "-1,2"], "zero-based decoder layers, at least one, not -1"),
+        (["--layers", ",".join(map(str, range(2000)))], "2000 layers are more than 1000 tables"),
+        (["--layers", f"1,{10**30}"], f"not {10**30}"),
+        (["--model", "--layers", "9999999"], "in 1 to 3 layers, not in 9999999"),
+        (["--model", "--layers", "0,5"], "in layers 0, 1 and 2, not in 5"),
         (["--family", "longcat", "--layers", "2"], "one table for all layers"),
+        (["--rows", "9" * 23], f"rows must be from 1 to {2**63 - 1}"),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_synth_says_what_cannot_be(tmp_path, options, message):
     result = run("synth", tmp_path / "c", *options)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("engram: ")
+    assert result.exit_code == 2
     assert message in result.stderr
+    assert len(result.stderr) < 500
     assert result.stdout == ""
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("family", list(synth.FAMILIES))
+def test_a_checkpoint_that_no_disk_holds_leaves_nothing(tmp_path, family):
+    result = run("synth", tmp_path / "c", "--family", family, "--rows", 2**63 - 1)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("engram: the checkpoint needs ")
     assert not (tmp_path / "c").exists()
 
 
@@ -85,6 +104,9 @@ def test_synth_says_what_cannot_be(tmp_path, options, message):
         ["--family", "llama"],
         ["--rows", "0"],
         ["--rows", "x"],
+        ["--size", "x"],
+        ["--layers", "x"],
+        ["--dtype", "x"],
         ["--no-such-option"],
         ["--model", "--rows", "5"],
         ["--model", "--family", "gemma"],
@@ -96,6 +118,38 @@ def test_a_wrong_command_line_is_status_2(tmp_path, options):
     assert result.exit_code == 2
     assert options[0] in result.stderr or options[1] in result.stderr
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", ""],
+        ["verify", ""],
+        ["doctor", ""],
+        ["bench", ""],
+        ["prewarm", ""],
+        ["synth", ""],
+        ["demo", "--dir", ""],
+        ["bench", ".", "--plot", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_working_directory(arguments, two_tables, monkeypatch):
+    monkeypatch.chdir(two_tables.directory)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "the path is empty" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--size", "x"], ["prewarm", ".", "--max", "x"]], ids=" ".join
+)
+def test_a_size_that_is_none_is_a_wrong_command_line(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "'x' is not a size" in result.stderr
+    assert arguments[-2] in result.stderr
 
 
 def test_synth_refuses_a_directory_in_use_and_overwrites_its_own(tmp_path):
@@ -212,6 +266,8 @@ def test_demo_checks_and_compares_and_cleans_up(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.stderr + result.stdout
     for words in ("machine", "kernel", "load", "file system", "numpy / engram", "2,048", "32,768"):
         assert words in result.stdout
+    if importlib.util.find_spec("torch") is not None:
+        assert "torch / engram" in result.stdout
     checked = [line for line in result.stdout.splitlines() if line.startswith("checked:")]
     assert checked[0].endswith("gathered rows, 0 wrong")
     assert int(checked[0].split()[1].replace(",", "")) > 90_000

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import engram
 from engram import synth
-from engram.cli import baselines, bench, budgets, hashes, measured, page_cache, timing
+from engram.cli import baselines, bench, budgets, hashes, measured, page_cache, plot, timing
 from engram.cli.app import app
 
 QUICK = ["--rows", "4,300", "--seconds", "0"]
@@ -53,8 +53,7 @@ def test_bench_prints_what_it_measures(one_array):
     assert checked.endswith("gathered rows, 0 wrong")
 
 
-def test_bench_measures_every_state(one_array, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_bench_measures_every_state(one_array, tmp_path, drawn):
     result = run(one_array.directory, *QUICK, "--json", "--plot", tmp_path / "b.png")
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
@@ -73,6 +72,26 @@ def test_bench_measures_every_state(one_array, tmp_path):
         assert 0 < entry["seconds"]["min"] <= entry["seconds"]["median"]
         assert entry["seconds"]["median"] <= entry["seconds"]["p99"]
         assert (entry["bytes_read_per_call"] is None) == (entry["state"] == "warm")
+    (figure,) = drawn
+    *panels, rates = visible(figure)
+    assert [panel.get_title() for panel in panels] == [f"{state}, uniform ids" for state in states]
+    for panel, state in zip(panels, states, strict=True):
+        measured_here = [entry for entry in document["measurements"] if entry["state"] == state]
+        lines = {line.get_label(): line for line in panel.get_lines()}
+        assert set(lines) == {entry["method"] for entry in measured_here}
+        for method, line in lines.items():
+            points = [
+                (entry["rows"], 1e6 * entry["seconds"]["median"])
+                for entry in measured_here
+                if entry["method"] == method
+            ]
+            assert np.allclose(line.get_xydata(), sorted(points))
+        assert panel.get_xlabel() == "rows per call"
+    (line,) = rates.get_lines()
+    budgets_told = document["hit_rates"]["budgets"]
+    assert len(budgets_told) == 5
+    expected = [(each["cache_bytes"] / 2**20, 100 * each["hit_rate"]) for each in budgets_told]
+    assert np.allclose(line.get_xydata(), expected)
 
 
 def test_bench_of_planes_in_several_files(two_tables, tmp_path):
@@ -109,12 +128,32 @@ def test_bench_reports_wrong_rows(one_array, monkeypatch):
     assert "had wrong bytes" in result.stderr
 
 
-def test_bench_draws(one_array, tmp_path):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that commands of a test draw."""
     pytest.importorskip("matplotlib")
-    plot = tmp_path / "b.png"
-    result = run(one_array.directory, *QUICK, "--warm-only", "--plot", plot)
+    figures = []
+    make = plot.figure
+
+    def kept(*arguments):
+        figures.append(make(*arguments))
+        return figures[-1]
+
+    monkeypatch.setattr(plot, "figure", kept)
+    return figures
+
+
+def visible(figure):
+    return [axis for axis in figure.axes if axis.get_visible()]
+
+
+def test_bench_draws(one_array, tmp_path, drawn):
+    path = tmp_path / "b.png"
+    result = run(one_array.directory, *QUICK, "--warm-only", "--plot", path)
     assert result.exit_code == 0, result.stderr
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (figure,) = drawn
+    assert len(visible(figure)) == 1 + 1
 
 
 def test_bench_says_what_a_plot_needs_before_it_measures(one_array, tmp_path, monkeypatch):
@@ -128,18 +167,36 @@ def test_bench_says_what_a_plot_needs_before_it_measures(one_array, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("status", "options", "message"),
     [
-        (["--rows", "many"], "--rows must be numbers such as"),
-        (["--rows", "0,5"], "--rows must be numbers such as"),
-        (["--plot", "/nonexistent/b.png"], "/nonexistent is no directory"),
-        (["--table", "nothing"], "nothing"),
+        (2, ["--rows", "many"], "'--rows': must be numbers of at least 1 such as"),
+        (2, ["--rows", "0,5"], "'--rows': must be numbers of at least 1 such as"),
+        (2, ["--rows", "x" * 10_000], "'--rows': must be numbers of at least 1 such as"),
+        (1, ["--rows", "1,99999999999999"], "--rows 99999999999999: memory has room for calls of"),
+        (1, ["--rows", str(10**24)], f"--rows {10**24}: memory has room for calls of"),
+        (1, ["--plot", "/nonexistent/b.png"], "/nonexistent is no directory"),
+        (2, ["--plot", "b.xyz"], "'b.xyz' does not end with .png"),
+        (2, ["--plot", "."], "does not end with .png"),
+        (1, ["--table", "nothing"], "nothing"),
+        (1, ["--table", "9" * 23], f"no table '{'9' * 23}' in"),
     ],
+    ids=lambda value: str(value)[:60],
 )
-def test_bench_refuses(one_array, options, message):
+def test_bench_refuses(one_array, status, options, message):
     result = run(one_array.directory, *options)
-    assert result.exit_code == 1
+    assert result.exit_code == status
     assert message in result.stderr
+    assert len(result.stderr) < 500
+    assert result.stdout == ""
+
+
+def test_bench_looks_where_a_plot_would_go_before_it_measures(one_array, tmp_path):
+    pytest.importorskip("matplotlib")
+    directory = tmp_path / "b.png"
+    directory.mkdir()
+    result = run(one_array.directory, "--plot", directory)
+    assert result.exit_code == 1
+    assert "it is a directory" in result.stderr
     assert result.stdout == ""
 
 

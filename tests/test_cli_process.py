@@ -123,7 +123,7 @@ def test_success_is_status_0_and_silent_on_stderr(checkpoint):
         (["verify", "/tmp", "--sample", "some"], 2, "--sample"),
         (["doctor", "--seconds", "0"], 2, "--seconds"),
         (["synth", "/proc/nothing/here"], 1, "/proc/nothing"),
-        (["demo", "--size", "huge"], 1, "'huge' is not a size"),
+        (["demo", "--size", "huge"], 2, "'huge' is not a size"),
         (["inspect"], 2, "Missing argument"),
         (["dance"], 2, "dance"),
     ],

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import engram
 from engram import _engram, synth
 from engram.cli import prewarm, progress, verify
+from engram.cli import synth as writing
 from engram.cli.app import app
 
 
@@ -132,6 +133,17 @@ def test_what_is_no_safetensors_file_is_listed(qwen):
     messages = " ".join(problem["message"] for problem in document["problems"])
     assert "HTML page" in messages
     assert "git lfs pull" in messages
+
+
+def test_a_broken_index_alone_in_its_directory_is_the_problem(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{")
+    for path in (tmp_path, index):
+        document = verified(path)
+        (problem,) = document["problems"]
+        assert (problem["kind"], problem["path"]) == ("index", str(index))
+        assert document["files"] == 0
+        assert "no .safetensors file" not in problem["message"]
 
 
 def test_links_that_lead_nowhere_are_missing(qwen):
@@ -255,14 +267,14 @@ def test_prewarm_obeys_what_memory_has_room_for(sound, monkeypatch):
 
 
 def test_prewarm_refuses(sound, tmp_path):
-    for arguments, words in (
-        ([sound.directory, "--max", "lots"], "'lots' is not a size"),
-        ([sound.directory, "--max", "9" * 400 + ".5GiB"], "is more than the"),
-        ([sound.directory, "--table", "9"], sound.tables[0].name),
-        ([tmp_path / "nowhere"], "nowhere"),
+    for status, arguments, words in (
+        (2, [sound.directory, "--max", "lots"], "'lots' is not a size"),
+        (2, [sound.directory, "--max", "9" * 400 + ".5GiB"], "is more than the"),
+        (1, [sound.directory, "--table", "9"], sound.tables[0].name),
+        (1, [tmp_path / "nowhere"], "nowhere"),
     ):
         result = run("prewarm", *arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == status
         assert words in result.stderr
         assert result.stdout == ""
 
@@ -282,10 +294,25 @@ def test_prewarm_as_json(sound):
     assert 0 <= second["resident_share"] <= 1
 
 
-def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch):
+# progress
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What a terminal that somebody watches was shown, frame by frame."""
     shown = io.StringIO()
-    terminal = Console(file=shown, force_terminal=True, width=140, height=20)
-    monkeypatch.setattr(progress, "status", lambda: terminal)
+    console = Console(file=shown, force_terminal=True, width=140, height=20)
+    for module in (progress, writing):
+        monkeypatch.setattr(module, "status", lambda: console)
+
+    def frames():
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+        return [frame for frame in re.split(r"[\r\n]+", plain) if frame.strip()]
+
+    return frames
+
+
+def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch, terminal):
     total = 64 << 20
 
     def slowly(gather, most, report):
@@ -298,9 +325,56 @@ def test_prewarm_shows_a_bar_with_rate_and_time_left(sound, monkeypatch):
     monkeypatch.setattr(engram.FileGather, "prewarm", slowly)
     result = run("prewarm", sound.directory, "--table", "0")
     assert result.exit_code == 0, result.stderr
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
-    frames = [frame for frame in re.split(r"[\r\n]+", plain) if "MiB" in frame]
+    frames = [frame for frame in terminal() if "MiB" in frame]
     assert any(
         re.search(r"\d+(\.\d+)?/64(\.0)? MiB [\d.]+ [kMG]?B/s 0:00:0\d", frame) for frame in frames
     ), frames
     assert any(sound.tables[0].name[-20:] in frame for frame in frames)
+
+
+def test_verify_shows_a_bar_that_counts_rows(sound, monkeypatch, terminal):
+    reads = engram.FileGather.verify
+
+    def slowly(gather, rows, *, seed, progress):
+        for done in (0, 500, 1000):
+            progress(done, 4000)
+            time.sleep(0.15)
+        return reads(gather, rows, seed=seed, progress=progress)
+
+    monkeypatch.setattr(engram.FileGather, "verify", slowly)
+    result = run("verify", sound.directory, "--table", "0", "--sample", 4000)
+    assert result.exit_code == 0, result.stderr
+    frames = terminal()
+    assert any(re.search(r"reading rows twice .* (500|1000)/4000", frame) for frame in frames), (
+        frames
+    )
+    # What verifying itself reports in the end, whatever stood there before.
+    assert any("4000/4000" in frame for frame in frames), frames
+
+
+def test_synth_shows_a_bar_of_bytes_written(tmp_path, monkeypatch, terminal):
+    writes = synth.write
+
+    def slowly(directory, family, *, progress, **arguments):
+        for done in range(3):
+            progress(done << 20, 8 << 20)
+            time.sleep(0.15)
+        return writes(directory, family, progress=progress, **arguments)
+
+    monkeypatch.setattr(writing.library, "write", slowly)
+    result = run("synth", tmp_path / "c", "--size", "2MiB")
+    assert result.exit_code == 0, result.stderr
+    frames = terminal()
+    assert any(re.search(r"writing .* [12]\.0/8\.0 MiB", frame) for frame in frames), frames
+    info = synth.load(tmp_path / "c")
+    whole = f"{info.nbytes / 2**20:.1f}"
+    assert any(f"{whole}/{whole} MiB" in frame for frame in frames), frames
+
+
+def test_nothing_is_drawn_where_nobody_watches(sound, tmp_path):
+    for arguments in (
+        ("verify", sound.directory),
+        ("prewarm", sound.directory),
+        ("synth", tmp_path / "c", "--size", "2MiB"),
+    ):
+        assert run(*arguments).stderr == ""

@@ -171,13 +171,14 @@ def test_an_empty_list_is_integers_an_empty_float_array_is_not(gather):
     ("ids", "named"),
     [
         ([1.0, 2.0], "float64"),
-        (np.float32([1]), "float32"),
+        (np.float32([1]), "float32; pass ids.astype(numpy.int64)"),
         ([True, False], "bool"),
         (np.array([1, 2], object), "object"),
         ("abc", "U3"),
         (b"ab", "S2"),
-        (None, "object"),
-        ({1, 2}, "object"),
+        (None, "not None"),
+        ({1, 2}, "not a set; pass a list or an array"),
+        ((each for each in (1, 2)), "not a generator; pass a list or an array"),
         ([1j], "complex128"),
         (np.array(["2020"], "M8[D]"), "datetime64"),
         ([1, 2.5], "float64"),
@@ -186,8 +187,9 @@ def test_an_empty_list_is_integers_an_empty_float_array_is_not(gather):
     ids=str,
 )
 def test_ids_that_are_no_integers(plain, gather, ids, named):
-    with raises(TypeError, "ids must be integers", named, table=NAME):
+    with raises(TypeError, "ids must be integers", named, table=NAME) as caught:
         gather.gather(ids)
+    assert ("astype" in str(caught.value)) == isinstance(ids, np.ndarray) * ("float" in named)
     assert np.array_equal(raw(gather.gather([1])), stored(plain, [1]))
 
 
@@ -196,6 +198,8 @@ def test_torch_ids_that_are_no_integers(gather):
     for ids in (torch.tensor([]), torch.tensor([True]), torch.ones(3, requires_grad=True)):
         with raises(TypeError, "ids must be integers", table=NAME):
             gather.gather(ids)
+    with raises(TypeError, "not float32; pass ids.long()", table=NAME):
+        gather.gather(torch.ones(3))
     with raises(TypeError, "ids are on meta", "Stage", table=NAME):
         gather.gather(torch.empty(3, dtype=torch.int64, device="meta"))
     with raises(TypeError, table=NAME):
@@ -234,8 +238,9 @@ def test_ids_outside_the_table_are_named(plain, gather, ids, row, position):
         table=NAME,
         row=row,
         position=position,
-    ):
+    ) as caught:
         gather.gather(ids)
+    assert ("pad_id" in str(caught.value)) == (-(2**63) <= row < 0)
     assert np.array_equal(raw(gather.gather([99])), stored(plain, [99]))
 
 
@@ -291,6 +296,16 @@ def test_arguments_that_cannot_be_used(gather, fast, arguments, kind):
     out = np.empty((3, 28), np.uint8) if fast else None
     with raises(kind, table=NAME):
         gather.gather(ids, out=out, **arguments)
+
+
+@pytest.mark.parametrize("pad_id", ["x", 1.0, True, np.float32(1), [1]], ids=repr)
+def test_a_pad_id_is_an_integer_as_ids_are(gather, pad_id):
+    with raises(TypeError, "pad_id=", "must be an integer or None", table=NAME):
+        gather.gather([1, 2], pad_id=pad_id)
+    with raises(TypeError, "pad_id="):
+        gather.submit([1, 2], pad_id=pad_id)
+    with raises(TypeError, "pad_id="):
+        engram.TableSet([gather]).gather({NAME: [1, 2]}, pad_id=pad_id)
 
 
 @pytest.mark.parametrize("timeout", [0.5, 5, np.float32(5), 1e300, float("inf")])

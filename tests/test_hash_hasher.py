@@ -99,6 +99,16 @@ def test_qwen_checkpoints_are_opened_by_any_of_their_paths(qwen):
         assert h.ids([1, 2, 3]).tolist() == expected.ids([1, 2, 3]).tolist()
 
 
+@pytest.mark.parametrize("name", ["typo", "typo/", "missing.safetensors", "below/typo"])
+def test_a_path_to_nothing_takes_no_configuration_from_beside_it(qwen, name, monkeypatch):
+    monkeypatch.chdir(qwen)
+    for path in (f"{qwen}/{name}", name, qwen / name):
+        with pytest.raises(FileNotFoundError, match=name.strip("/")):
+            engram.hasher(path)
+    with pytest.raises(FileNotFoundError, match="the path is empty"):
+        engram.hasher("")
+
+
 def test_tables_are_chosen_by_name_or_place(qwen):
     layers = [engram.hasher(qwen, table).layer for table in (0, 1, np.int64(1))]
     assert layers == [1, 2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -94,6 +95,18 @@ def test_a_field_of_the_wrong_kind_announces_no_table(architecture, field, value
     assert not model_has_engram_layers(model)
     with pytest.raises(ValueError, match=field):
         EngramConfig().verify_model_config(model, platform="cpu")
+
+
+def test_a_path_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    for path in (tmp_path, str(tmp_path), str(tmp_path / "config.json")):
+        assert model_has_engram_layers(path) is True
+        EngramConfig().verify_model_config(path, platform="cpu")
+    (tmp_path / "config.json").write_text("{}")
+    assert model_has_engram_layers(str(tmp_path)) is False
+    for wrong in (tmp_path / "no-model", "no-model", ""):
+        with pytest.raises(FileNotFoundError):
+            model_has_engram_layers(wrong)
 
 
 def test_no_model_is_refused():

@@ -111,7 +111,8 @@ def test_a_table_by_name_by_place_and_by_tensor(model):
 
 @pytest.mark.parametrize("table", [None, 2, 2**70, "nothing", ""])
 def test_a_table_that_does_not_exist_lists_the_choices(model, table):
-    with raises(ValueError, f'"{QWEN}"', f'"{LAYER_4}"', str(model)):
+    echoed = str(table) if isinstance(table, int) else ""
+    with raises(ValueError, echoed, f'"{QWEN}"', f'"{LAYER_4}"', str(model)):
         engram.FileGather(model, table)
 
 
@@ -148,7 +149,8 @@ def test_tensors_that_are_no_table(tmp_path):
         ({"table": True}, TypeError, "bool"),
         ({"table": -1}, ValueError, "count from 0"),
         ({"io": "fast"}, ValueError, '"uring"'),
-        ({"io": None}, TypeError, "None"),
+        ({"io": None}, TypeError, 'io=None must be a name such as "auto"'),
+        ({"advice": None}, TypeError, 'advice=None must be a name such as "auto"'),
         ({"advice": "sequential"}, ValueError, '"random"'),
         ({"threads": 0}, ValueError, "threads=0"),
         ({"threads": -1}, ValueError, "threads=-1"),
@@ -158,6 +160,8 @@ def test_tensors_that_are_no_table(tmp_path):
         ({"threads": True}, ValueError, "threads=True"),
         ({"max_mapped_bytes": 0}, ValueError, "max_mapped_bytes=0"),
         ({"max_mapped_bytes": 2**64}, ValueError, "max_mapped_bytes="),
+        ({"max_mapped_bytes": "much"}, ValueError, "max_mapped_bytes='much'"),
+        ({"max_mapped_bytes": "0KiB"}, ValueError, "max_mapped_bytes='0KiB' must be at least 1"),
     ],
     ids=str,
 )
@@ -182,6 +186,20 @@ def test_a_path_that_is_not_there(path):
         with pytest.raises(FileNotFoundError) as caught:
             call(path)
         check_os_error(caught.value, 2, path)
+        assert ("the path is empty" in str(caught.value)) == (not path)
+
+
+def test_a_cap_may_be_written_as_a_size(plain):
+    for cap in ("1MiB", "0.5GB", "25%", 1 << 20):
+        with engram.FileGather(plain, NAME, max_mapped_bytes=cap) as gather:
+            assert gather.gather([0]).shape[0] == 1
+
+
+def test_the_cache_of_a_directory_is_not_dropped(plain, tmp_path):
+    for given in (tmp_path, [plain, str(tmp_path)]):
+        with pytest.raises(IsADirectoryError, match="pass the files in it") as caught:
+            engram.drop_cache(given)
+        check_os_error(caught.value, 21, str(tmp_path))
 
 
 def test_the_name_of_a_repository_is_no_path():
@@ -281,6 +299,8 @@ def test_prewarming_reports_what_it_does(two_planes, io):
         assert gather.prewarm(progress=lambda done, total: steps.append((done, total))) == 6600
         assert steps[-1] == (6600, 6600)
         assert 0 < gather.prewarm(max_bytes=1000) <= 6600
+        assert gather.prewarm("1GiB") == gather.prewarm(max_bytes="100%") == 6600
+        assert gather.prewarm("1KiB") == gather.prewarm(1024)
         for wrong in (0, -1, "x", 1.5):
             with raises(ValueError, "max_bytes"):
                 gather.prewarm(wrong)

@@ -99,3 +99,19 @@ def test_what_is_not_ready_is_left_alone_by_the_short_way(made):
         gather.gather(ids, fixed)
     with pytest.raises(IndexError, match=str(gather.num_rows)):
         gather.gather(np.array([gather.num_rows]), np.zeros((1, size), np.uint8))
+
+
+def test_a_pad_id_is_as_strict_as_ids_either_way(made):
+    gather, table = made
+    ids = np.array([3, -1, 4])
+    out = np.full((3, gather.row_bytes), 0xA5, np.uint8)
+    gather.gather(ids, out, pad_id=-1)
+    assert np.array_equal(out[[0, 2]], right(table, [3, 4]))
+    assert not out[1].any()
+    gather.gather(ids, out, pad_id=np.int64(-1))
+    assert not out[1].any()
+    for wrong in (True, 1.0, "x"):
+        with pytest.raises(TypeError, match="pad_id"):
+            gather.gather(ids, out, pad_id=wrong)
+    with pytest.raises(ValueError, match="64 bits"):
+        gather.gather(ids, out, pad_id=1 << 70)

@@ -250,6 +250,19 @@ def test_wrong_arguments_are_refused(qwen, opened):
         stage.prepare([1])
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)], ids=str)
+def test_a_device_without_a_driver_is_explained(qwen, device, monkeypatch):
+    def refuse():
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    with pytest.raises(RuntimeError, match="Found no NVIDIA driver") as caught:
+        staged(qwen, device=device)
+    for part in ("CUDA cannot be used", 'device="cpu"', "engram doctor"):
+        assert part in str(caught.value)
+    assert caught.value.path is None
+
+
 def test_threads_take_turns(qwen):
     h = qwen.hashers[0]
     steps = [step(h, seed) for seed in range(8)]

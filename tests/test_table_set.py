@@ -83,6 +83,34 @@ def test_padding_is_for_every_table(model):
     assert np.array_equal(raw(rows[OTHER])[0], SECOND[2])
 
 
+def test_places_in_layer_order_stand_for_names(model):
+    out = np.empty((2, 24), np.uint8)
+    with engram.TableSet(model) as tables:
+        rows = tables.gather({np.int64(1): [5], 0: [1, 499]}, out={QWEN: out})
+        assert list(rows) == [1, 0], "by the keys that were given, in their order"
+        assert np.array_equal(raw(rows[1]), SECOND[[5]])
+        assert rows[0] is out
+        assert np.array_equal(out, FIRST[[1, 499]])
+        mixed = tables.gather({QWEN: [3], 1: [4]})
+        assert np.array_equal(raw(mixed[QWEN]), FIRST[[3]])
+        assert np.array_equal(raw(mixed[1]), SECOND[[4]])
+        ticket = tables.submit({1: [5], QWEN: [6]})
+        assert list(ticket.wait()) == [1, QWEN]
+        assert np.array_equal(raw(ticket.wait()[1]), SECOND[[5]])
+        for call in (tables.gather, tables.submit):
+            with raises(ValueError, "no table 2 in this set", QWEN, OTHER):
+                call({2: [1]})
+            with raises(ValueError, "count from 0"):
+                call({-1: [1]})
+            with raises(ValueError, "twice", QWEN):
+                call({QWEN: [1], 0: [1]})
+            for wrong in (True, 1.0, None):
+                with pytest.raises((TypeError, ValueError)):
+                    call({wrong: [1]})
+        with raises(IndexError, "row id 150", table=OTHER):
+            tables.submit({1: [150]}).wait()
+
+
 def test_gathers_of_several_checkpoints_and_ways_of_reading(model, two_planes, io):
     with opened(model, 0, io) as first, opened(two_planes) as second:
         tables = engram.TableSet({"a": first, "b": second, "again": first})

@@ -69,7 +69,7 @@ def test_prewarm_keeps_what_was_done_when_progress_raises(checkpoint: SynthInfo)
         assert_rows(checkpoint, np.arange(64), gather.gather(np.arange(64)))
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "1GiB"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "0GiB", "much"])
 def test_prewarm_refuses_other_maxima(checkpoint: SynthInfo, value: object) -> None:
     with (
         engram.FileGather(checkpoint.directory) as gather,

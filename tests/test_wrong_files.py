@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import multiprocessing
+import pickle
 import resource
 from pathlib import Path
 
@@ -218,6 +221,27 @@ def test_a_header_that_is_no_header(refused, header):
 def test_a_file_of_another_kind(refused, content, part):
     refused.path.write_bytes(content)
     refused.file(part)
+
+
+def test_the_exception_is_known_by_its_public_name_and_crosses_processes(tmp_path):
+    bad = tmp_path / "t.safetensors"
+    bad.write_bytes(b"<html>")
+    assert (CheckpointError.__module__, CheckpointError.__qualname__) == (
+        "engram",
+        "CheckpointError",
+    )
+    with pytest.raises(CheckpointError) as here:
+        engram.tables(bad)
+    copy = pickle.loads(pickle.dumps(here.value))
+    assert type(copy) is CheckpointError
+    assert (str(copy), copy.path, copy.row) == (str(here.value), str(bad), None)
+    context = multiprocessing.get_context("spawn")
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool,
+        pytest.raises(CheckpointError) as there,
+    ):
+        pool.submit(engram.tables, bad).result()
+    assert (str(there.value), there.value.path) == (str(here.value), str(bad))
 
 
 def test_what_the_kernel_refuses_keeps_errno_and_name(tmp_path):

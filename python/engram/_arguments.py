@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import sys
@@ -15,6 +16,7 @@ def path_text(path: Any) -> str:
 
     Raises:
         TypeError: Not a path.
+        FileNotFoundError: It is empty, which Python's own `Path` takes for the working directory.
         ValueError: It contains a NUL byte, which no file name can.
     """
     try:
@@ -23,6 +25,8 @@ def path_text(path: Any) -> str:
         raise placed(
             TypeError(f"a path is a str, bytes or os.PathLike, not {type(path).__name__}")
         ) from None
+    if not text:
+        raise placed(FileNotFoundError(errno.ENOENT, "the path is empty", text), path=text)
     if "\0" in text:
         raise placed(ValueError(f"the path {text!r} contains a NUL byte"))
     return text
@@ -67,8 +71,36 @@ def table_argument(table: Any) -> str | int | None:
         raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
     if place < 0:
         raise placed(ValueError(f"table={place}: places in layer order count from 0"))
-    # No checkpoint has so many tables: the native half lists the choices.
-    return min(place, sys.maxsize)
+    # No checkpoint has so many tables: as a name, the native half repeats it and lists the choices.
+    return place if place <= sys.maxsize else str(place)
+
+
+def mode_argument(name: str, value: Any) -> str:
+    """A mode's name; the native half knows which there are.
+
+    Raises:
+        TypeError: No string; `name` says which argument it was.
+    """
+    if not isinstance(value, str):
+        raise placed(TypeError(f'{name}={value!r} must be a name such as "auto"'))
+    return value
+
+
+def pad_argument(pad_id: Any) -> int | None:
+    """The id that stands for a row of zeros, if any; as strict as ids are.
+
+    Raises:
+        TypeError: No integer; True and False are none.
+    """
+    if pad_id is None or type(pad_id) is int:
+        return pad_id
+    try:
+        number = None if isinstance(pad_id, bool) else operator.index(pad_id)
+    except TypeError:
+        number = None
+    if number is None:
+        raise placed(TypeError(f"pad_id={pad_id!r} must be an integer or None"))
+    return number
 
 
 def out_of_range(table: str | None, pad_id: Any, timeout: Any) -> ValueError:

@@ -42,6 +42,7 @@ def int64_ids(ids: Any, table: TableInfo) -> tuple[NDArray[np.int64], tuple[int,
         TypeError: The ids are not integers (booleans are not), or live on a device.
         IndexError: An id is beyond int64, and so beyond any table.
     """
+    given = ids
     if is_torch(ids):
         if ids.device.type != "cpu":
             raise placed(
@@ -60,13 +61,26 @@ def int64_ids(ids: Any, table: TableInfo) -> tuple[NDArray[np.int64], tuple[int,
         if array.dtype.kind not in "iu":
             if written_out:
                 _refuse_huge(np.asarray(ids, object), table)
-            raise placed(
-                TypeError(f"ids must be integers, not {array.dtype}; pass ids.astype(numpy.int64)"),
-                table=table.name,
-            )
+            raise placed(TypeError(_no_integers(given, array.dtype)), table=table.name)
         if array.dtype.kind == "u" and array.dtype.itemsize == INT64.itemsize:
             _refuse_huge(array, table)
     return np.ascontiguousarray(array, np.int64).reshape(-1), array.shape
+
+
+def _no_integers(ids: Any, dtype: np.dtype[Any]) -> str:
+    """What is wrong with ids of this dtype, and what to pass instead if that is clear."""
+    of_torch, of_numpy = is_torch(ids), is_numpy(ids)
+    if dtype.kind == "O" and not of_numpy and not isinstance(ids, list | tuple):
+        # numpy makes one object of what is neither a sequence nor an array.
+        kind = "None" if ids is None else f"a {type(ids).__name__}"
+        hint = "" if ids is None else "; pass a list or an array"
+        return f"ids must be integers, not {kind}{hint}"
+    hint = ""
+    if dtype.kind == "f" and of_torch:
+        hint = "; pass ids.long()"
+    elif dtype.kind == "f" and of_numpy:
+        hint = "; pass ids.astype(numpy.int64)"
+    return f"ids must be integers, not {dtype}{hint}"
 
 
 def _refuse_huge(array: NDArray[Any], table: TableInfo) -> None:

@@ -93,5 +93,19 @@ def budget(name: str, value: Any) -> int:
     return number
 
 
+def optional_budget(name: str, value: Any) -> int | None:
+    """As `budget`, of at least one byte; None stays None.
+
+    Raises:
+        ValueError: Anything else; `name` says which argument it was.
+    """
+    if value is None:
+        return None
+    number = budget(name, value)
+    if number == 0:
+        raise placed(ValueError(f"{name}={value!r} must be at least 1 byte; None is no limit"))
+    return number
+
+
 def _memory() -> int:
     return _engram.memory_bytes()[1]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from engram import _engram
-from engram._arguments import optional_number, table_argument
+from engram._arguments import mode_argument, optional_number, table_argument
 from engram._arrays import is_torch
 from engram._errors import placed
 from engram._files import CONFIG_BYTES, read_small
+from engram._sizes import optional_budget
 
 _SAFETENSORS: dict[str, str] = {
     "bool": "BOOL",
@@ -53,7 +54,7 @@ def open_views(
     io: str = "auto",
     threads: int | None = None,
     advice: str = "auto",
-    max_mapped_bytes: int | None = None,
+    max_mapped_bytes: int | str | None = None,
 ) -> _engram.Reader:
     """Opens the files behind views of a table; see `ViewLoader.bind`.
 
@@ -79,11 +80,25 @@ def open_views(
         [(name, *described(name, tensor)) for name, tensor in views.items()],
         expected.num_rows,
         expected.config,
+        *opening(table, io, threads, advice, max_mapped_bytes),
+    )
+
+
+def opening(
+    table: Any, io: Any, threads: Any, advice: Any, max_mapped_bytes: Any
+) -> tuple[str | int | None, str, int | None, str, int | None]:
+    """What opening a table takes in every way, checked, in the native half's order.
+
+    Raises:
+        TypeError: A name or a place that is none.
+        ValueError: A number or a size that is none.
+    """
+    return (
         table_argument(table),
-        io,
+        mode_argument("io", io),
         optional_number("threads", threads),
-        advice,
-        optional_number("max_mapped_bytes", max_mapped_bytes),
+        mode_argument("advice", advice),
+        optional_budget("max_mapped_bytes", max_mapped_bytes),
     )
 
 

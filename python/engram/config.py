@@ -224,8 +224,9 @@ class EngramConfig:
         """Refuses models without n-gram embedding tables and platforms without a backend.
 
         Args:
-            model_config: vLLM's `ModelConfig`, a transformers configuration, or the content of a
-                `config.json` as a mapping, nested under `text_config` or flat.
+            model_config: vLLM's `ModelConfig`, a transformers configuration, the content of a
+                `config.json` as a mapping, nested under `text_config` or flat, or a checkpoint's
+                path.
             platform: `"cuda"`, `"rocm"` or `"cpu"`; None detects it, without importing torch.
 
         Raises:
@@ -432,6 +433,9 @@ def model_has_engram_layers(model_config: object) -> bool:
 
     Args:
         model_config: As for `EngramConfig.verify_model_config`; None is no model.
+
+    Raises:
+        FileNotFoundError: A path without a `config.json`.
     """
     return ngram_layers(model_config) is not None
 

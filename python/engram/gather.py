@@ -7,13 +7,13 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from engram import _engram
-from engram._arguments import optional_number, out_of_range, path_text, table_argument, whole_number
+from engram._arguments import out_of_range, pad_argument, path_text, whole_number
 from engram._arrays import int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._notices import failed, opened
-from engram._sizes import budget
+from engram._sizes import budget, optional_budget
 from engram._targets import PlaneTargets, allocate, targets
-from engram._views import expectation, open_views
+from engram._views import expectation, open_views, opening
 from engram.pagecache import Residency
 from engram.table import Planes, TableInfo
 from engram.ticket import Ticket, submit
@@ -57,7 +57,8 @@ class FileGather:
         threads: Threads for large copies; None for the smaller of CPU affinity and cgroup quota.
         advice: Advice for the mapping: `"random"` (which `"auto"` chooses) makes an unexpected
             fault read one page, `"normal"` lets it read ahead.
-        max_mapped_bytes: Cap on resident bytes of the mapping; None for none.
+        max_mapped_bytes: Cap on resident bytes of the mapping, written as `cache_bytes` may be;
+            None for none.
 
     Raises:
         ValueError: No such table, or several to choose from; they are listed. Or `cache_bytes` is
@@ -76,15 +77,11 @@ class FileGather:
         cache_bytes: int | str = 0,
         threads: int | None = None,
         advice: Advice = "auto",
-        max_mapped_bytes: int | None = None,
+        max_mapped_bytes: int | str | None = None,
     ) -> None:
         self._path = path_text(path)
         arguments = (
-            table_argument(table),
-            io,
-            optional_number("threads", threads),
-            advice,
-            optional_number("max_mapped_bytes", max_mapped_bytes),
+            *opening(table, io, threads, advice, max_mapped_bytes),
             budget("cache_bytes", cache_bytes),
         )
         try:
@@ -204,6 +201,7 @@ class FileGather:
         """What the native half takes for one table, and the rows that it will fill."""
         flat, shape = int64_ids(ids, self._info)
         rows = self._allocate(shape, torch_like=is_torch(ids)) if out is None else out
+        pad_id = pad_argument(pad_id)
         return (self._native, flat, self._targets(rows, shape, flat.size), pad_id), rows
 
     def _allocate(self, shape: tuple[int, ...], *, torch_like: bool) -> Any:
@@ -232,17 +230,18 @@ class FileGather:
             complete(error, table=self._info.name)
             raise
 
-    def prewarm(self, max_bytes: int | None = None, progress: Any = None) -> int:
+    def prewarm(self, max_bytes: int | str | None = None, progress: Any = None) -> int:
         """Reads the table into the page cache, sequentially, and maps it.
 
         Args:
-            max_bytes: Stop after this many bytes of the table; None for all that memory allows.
+            max_bytes: Stop after this many bytes of the table, written as `cache_bytes` may be;
+                None for all. What memory allows, the control group's included, is the most.
             progress: Called with `(bytes_done, bytes_total)` now and then, on this thread.
 
         Returns:
             Bytes of the table made resident.
         """
-        return self._native.prewarm(optional_number("max_bytes", max_bytes), progress)
+        return self._native.prewarm(optional_budget("max_bytes", max_bytes), progress)
 
     def residency(self) -> Residency:
         """Asks the kernel how much of the table is in memory.

@@ -1,14 +1,15 @@
 """What a model configuration says about n-gram tables, and what the machine can run.
 
-Configurations come in three shapes: vLLM's `ModelConfig` (`hf_text_config`, `architecture`), a
-transformers configuration (`get_text_config()`, `architectures`), and the parsed `config.json`. All
-are asked by name, so none of those packages is needed here.
+Configurations come in four shapes: vLLM's `ModelConfig` (`hf_text_config`, `architecture`), a
+transformers configuration (`get_text_config()`, `architectures`), the parsed `config.json`, and the
+path of a checkpoint that has one. All are asked by name, so none of those packages is needed here.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,12 @@ def ngram_layers(model_config: object) -> tuple[str, object] | None:
     Returns:
         For example `("ple_layer_ids", [2])`; None for no model, an unknown architecture or a
         field that is absent, empty or zero.
+
+    Raises:
+        FileNotFoundError: `model_config` is a path without a `config.json`.
+        CheckpointError: It is a path, and the file there is no JSON object.
     """
+    model_config = _read(model_config)
     if model_config is None:
         return None
     architecture = next((name for name in _architectures(model_config) if name in _FIELDS), None)
@@ -64,7 +70,9 @@ def require_ngram_layers(model_config: object) -> None:
 
     Raises:
         ValueError: Says which of the model, its architecture and its field is missing.
+        Exception: As `ngram_layers`.
     """
+    model_config = _read(model_config)
     if ngram_layers(model_config) is not None:
         return
     if model_config is None:
@@ -88,6 +96,16 @@ def require_ngram_layers(model_config: object) -> None:
         f"{known} announces its n-gram embedding tables by {field}, {wanted}, in the text "
         f"configuration; here it {found}, so there is no table to place"
     )
+
+
+def _read(model_config: object) -> object:
+    """The content of `config.json` in place of a path; anything else as it is."""
+    if not isinstance(model_config, str | bytes | os.PathLike):
+        return model_config
+    from engram.hashing.fields import read_config
+
+    fields, _ = read_config(cast("object", model_config))
+    return fields.root
 
 
 def detect_platform() -> Platform:

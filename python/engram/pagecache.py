@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from engram import _engram
 from engram._arguments import path_text
+from engram._errors import placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,15 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
         Bytes that stayed resident all the same, because another process maps or locks them.
 
     Raises:
+        IsADirectoryError: A path is a directory.
         OSError: A file cannot be opened or synced.
     """
     given: Any = files
     one = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
     paths: list[Any] = [given] if one else list(cast("Iterable[Any]", given))
-    return _engram.drop_cache([path_text(path) for path in paths])
+    named = [path_text(path) for path in paths]
+    for path in named:
+        if Path(path).is_dir():
+            said = "this is a directory: pass the files in it, such as FileGather.files"
+            raise placed(IsADirectoryError(errno.EISDIR, said, path), path=path)
+    return _engram.drop_cache(named)

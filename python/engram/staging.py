@@ -66,7 +66,7 @@ class Stage:
         TypeError: `tables` or `hashers` are something else.
         ValueError: A hash belongs to another table, hashes differ in how far they look back or in
             `dead_id`, a number is too small, or the device is of another kind.
-        RuntimeError: `pin=True` cannot be had.
+        RuntimeError: `pin=True` cannot be had, or the device is CUDA and there is no driver.
     """
 
     def __init__(
@@ -443,9 +443,19 @@ class _Inbox:
 
 def _resolved(device: torch.device | str | int) -> torch.device:
     resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:  # pyright: ignore[reportUnnecessaryComparison]
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    if resolved.type != "cuda":
+        return resolved
+    try:
+        current = torch.cuda.current_device()
+    except (RuntimeError, AssertionError) as error:
+        raise placed(
+            RuntimeError(
+                f"device {device!r}: CUDA cannot be used in this process ({error}). A stage on "
+                'device="cpu" needs none; `engram doctor` says what torch finds on this machine'
+            )
+        ) from error
+    index = current if resolved.index is None else resolved.index  # pyright: ignore[reportUnnecessaryComparison]
+    return torch.device("cuda", index)
 
 
 def _require_at_least(name: str, value: object, least: int) -> None:

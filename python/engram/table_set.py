@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from engram import _engram
-from engram._arguments import out_of_range, path_text
+from engram._arguments import out_of_range, path_text, table_argument
 from engram._errors import complete, placed
 from engram._notices import failed
 from engram.gather import FileGather
@@ -29,11 +29,6 @@ def _require_gathers(gathers: object) -> list[FileGather]:
             kind = type(gather).__name__
             raise placed(TypeError(f"a TableSet is made of a path or FileGathers, not {kind}"))
     return several
-
-
-def _require_mapping(what: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise placed(TypeError(f"{what} must map table names, not be a {type(value).__name__}"))
 
 
 class TableSet:
@@ -70,39 +65,38 @@ class TableSet:
 
     def gather(
         self,
-        ids: Mapping[str, Any],
-        out: Mapping[str, Any] | None = None,
+        ids: Mapping[str | int, Any] | Mapping[str, Any] | Mapping[int, Any],
+        out: Mapping[str | int, Any] | Mapping[str, Any] | Mapping[int, Any] | None = None,
         *,
         pad_id: int | None = None,
         timeout: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[Any, Any]:
         """Reads rows of several tables at once.
 
         Args:
-            ids: Row ids per table name, as for `FileGather.gather`.
+            ids: Row ids per table, by its name or its place in layer order, as for
+                `FileGather.gather`.
             out: Where rows go, for some or all of the tables.
             pad_id: As for `FileGather.gather`.
             timeout: Seconds after which to give up.
 
         Returns:
-            Rows per table name, in the order of `ids`.
+            Rows by the keys of `ids`, in their order.
 
         Raises:
-            ValueError: A name that is no table of this set; the names are listed.
+            ValueError: A name or a place of no table of this set, whose names are listed; or a
+                table twice.
             Exception: As `FileGather.gather` does.
         """
-        given: Mapping[str, Any] = {} if out is None else out
-        _require_mapping("ids", ids)
-        _require_mapping("out", given)
-        self._require_known(*ids, *given)
+        wanted = self._by_name("ids", ids)
+        given = {} if out is None else self._by_name("out", out)
         requests: list[Request] = []
-        rows: dict[str, Any] = {}
+        rows: dict[Any, Any] = {}
         name = None
         try:
-            for name, wanted in ids.items():
-                request, rows[name] = self._gathers[name]._request(  # pyright: ignore[reportPrivateUsage]
-                    wanted, given.get(name), pad_id
-                )
+            for name, (key, table) in wanted.items():
+                _, into = given.get(name, (None, None))
+                request, rows[key] = self._gathers[name]._request(table, into, pad_id)  # pyright: ignore[reportPrivateUsage]
                 requests.append(request)
             name = None
             _engram.gather_many(requests, timeout)
@@ -116,8 +110,8 @@ class TableSet:
 
     def submit(
         self,
-        ids: Mapping[str, Any],
-        out: Mapping[str, Any] | None = None,
+        ids: Mapping[str | int, Any] | Mapping[str, Any] | Mapping[int, Any],
+        out: Mapping[str | int, Any] | Mapping[str, Any] | Mapping[int, Any] | None = None,
         *,
         pad_id: int | None = None,
         deadline: float | None = None,
@@ -125,33 +119,48 @@ class TableSet:
         """Starts one gather over several tables and returns at once.
 
         Args:
-            ids: Row ids per table name, as for `FileGather.submit`.
+            ids: Row ids per table, by its name or its place in layer order, as for
+                `FileGather.submit`.
             out: Where rows go, for all of the tables or none.
             pad_id: As for `FileGather.gather`.
             deadline: As for `FileGather.submit`.
 
         Returns:
-            The ticket, whose `wait` returns rows per table name, in the order of `ids`.
+            The ticket, whose `wait` returns rows by the keys of `ids`, in their order.
 
         Raises:
-            ValueError: A name that is no table of this set; the names are listed.
+            ValueError: As for `gather`.
             Exception: As `FileGather.submit` does.
         """
-        given: Mapping[str, Any] = {} if out is None else out
-        _require_mapping("ids", ids)
-        _require_mapping("out", given)
-        self._require_known(*ids, *given)
+        given = {} if out is None else self._by_name("out", out)
         wanted = [
-            (name, self._gathers[name], table, given.get(name)) for name, table in ids.items()
+            (key, self._gathers[name], table, given.get(name, (None, None))[1])
+            for name, (key, table) in self._by_name("ids", ids).items()
         ]
         return submit(wanted, pad_id=pad_id, deadline=deadline, named=True)
 
-    def _require_known(self, *names: str) -> None:
-        for name in names:
-            if name not in self._gathers:
-                raise placed(
-                    ValueError(f"no table {name!r} in this set; it has {list(self._gathers)}")
-                )
+    def _by_name(self, what: str, value: Any) -> dict[str, tuple[Any, Any]]:
+        """A mapping's keys and values, by the names of the tables that the keys stand for."""
+        if not isinstance(value, Mapping):
+            raise placed(TypeError(f"{what} must map tables, not be a {type(value).__name__}"))
+        found: dict[str, tuple[Any, Any]] = {}
+        for key, each in cast("Mapping[Any, Any]", value).items():
+            name = self._name(key)
+            if name in found:
+                raise placed(ValueError(f"{what} has table {name!r} twice, as {key!r} too"))
+            found[name] = (key, each)
+        return found
+
+    def _name(self, table: Any) -> str:
+        """The name of a table that is given by it, or by its place in layer order."""
+        if table is not None:
+            table = table_argument(table)
+        names = list(self._gathers)
+        if isinstance(table, int) and table < len(names):
+            return names[table]
+        if table not in self._gathers:
+            raise placed(ValueError(f"no table {table!r} in this set; it has {names}"))
+        return table
 
     @property
     def gathers(self) -> dict[str, FileGather]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engram import _engram
+from engram._arguments import pad_argument
 from engram._arrays import empty, int64_ids, is_torch
 from engram._dtypes import torch_dtype
 from engram._errors import complete, placed
@@ -102,7 +103,7 @@ class _Shape:
     """What a ticket's rows become."""
 
     def __init__(
-        self, tables: Sequence[tuple[str, FileGather, tuple[int, ...], bool]], *, named: bool
+        self, tables: Sequence[tuple[str | int, FileGather, tuple[int, ...], bool]], *, named: bool
     ) -> None:
         self.tables = tables
         self.named = named
@@ -111,12 +112,12 @@ class _Shape:
     @property
     def only(self) -> str | None:
         """The name of the table, where there is but one."""
-        return self.tables[0][0] if len(self.tables) == 1 else None
+        return _label(*self.tables[0][:2]) if len(self.tables) == 1 else None
 
     def rows(self, memory: _engram.HostBuffer) -> Any:
         """Views of the planes in `memory`, which lie one after another, aligned."""
         offset = 0
-        made: dict[str, Any] = {}
+        made: dict[str | int, Any] = {}
         for name, gather, shape, torch_like in self.tables:
             count = int(np.prod(shape, dtype=np.int64))
             planes: dict[str, Any] = {}
@@ -129,6 +130,11 @@ class _Shape:
 
     def __str__(self) -> str:
         return ", ".join(f"{shape} ids of {name!r}" for name, _, shape, _ in self.tables)
+
+
+def _label(key: str | int, gather: FileGather) -> str:
+    """A table's name in messages: the caller's, unless that is a place."""
+    return key if isinstance(key, str) else gather.info.name
 
 
 def _view(
@@ -154,7 +160,7 @@ def _view(
 
 
 def submit(
-    wanted: Sequence[tuple[str, FileGather, Any, Any]],
+    wanted: Sequence[tuple[str | int, FileGather, Any, Any]],
     *,
     pad_id: int | None,
     deadline: float | None,
@@ -163,14 +169,15 @@ def submit(
     """Puts one gather over several tables in line.
 
     Args:
-        wanted: Name, table, ids and output (None for new memory) of each.
+        wanted: Name or place, table, ids and output (None for new memory) of each.
         pad_id: As for `FileGather.gather`.
         deadline: Seconds from now.
-        named: Whether `Ticket.wait` returns a dictionary by name.
+        named: Whether `Ticket.wait` returns a dictionary by name or place.
     """
+    pad_id = pad_argument(pad_id)
     requests: list[Any] = []
-    tables: list[tuple[str, FileGather, tuple[int, ...], bool]] = []
-    given: dict[str, Any] = {}
+    tables: list[tuple[str | int, FileGather, tuple[int, ...], bool]] = []
+    given: dict[str | int, Any] = {}
     for name, gather, ids, out in wanted:
         flat, shape = int64_ids(ids, gather.info)
         targets = None
@@ -179,7 +186,7 @@ def submit(
             try:
                 targets = gather._targets(out, shape, flat.size)
             except Exception as error:
-                complete(error, table=name)
+                complete(error, table=_label(name, gather))
                 raise
         requests.append((gather._native, flat, targets, pad_id))
         tables.append((name, gather, shape, is_torch(ids)))

@@ -97,7 +97,7 @@ class ViewLoader:
         io: Io = "auto",
         threads: int | None = None,
         advice: Advice = "auto",
-        max_mapped_bytes: int | None = None,
+        max_mapped_bytes: int | str | None = None,
     ) -> FileGather:
         """Traces every view to its file, checks that the table is whole, and opens it.
 

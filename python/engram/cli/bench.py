@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 import engram
+from engram import _engram
 
 from .baselines import (
     POOL_THREADS,
@@ -25,11 +26,13 @@ from .baselines import (
     torch_select,
 )
 from .budgets import TEXT, HitRates, hit_rates
+from .checkpoint import chosen_tables
 from .errors import Failed, describe, reported
 from .machine import file_system, kernel, memory, processor
 from .measured import JSON_VERSION, Measurement, groups, medians, wrong_rows
 from .page_cache import PageCache, bytes_read
-from .plot import draw, require_matplotlib
+from .parameters import CheckpointPath, given_path, wrong
+from .plot import draw, require_writable
 from .text import format_bytes, output, plural, status
 from .timing import Method, interleaved
 
@@ -54,13 +57,14 @@ _WARM_ROWS = 1 << 18
 caches, and can be read in seconds whatever the size of the table."""
 _CHUNK = 1 << 15
 _ROUNDS = 2000
+_OTHERS = 5
+"""Ways to read beside the modes: engram's own choice, twice in part, and three that are not its."""
+_SHOWN = 60
 _LEAST = 3
 
 
 def bench(
-    path: Annotated[
-        Path, typer.Argument(help="A checkpoint directory, a .safetensors file or an index JSON.")
-    ],
+    path: CheckpointPath,
     *,
     table: Annotated[
         str | None, typer.Option(help="Table name, or its place in layer order.")
@@ -74,7 +78,10 @@ def bench(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the measurements as a PNG.")
+        Path | None,
+        typer.Option(
+            "--plot", parser=given_path, metavar="PATH", help="Draw the measurements as a PNG."
+        ),
     ] = None,
 ) -> None:
     """Time every way to read rows of a table: warm, cold, and with a part of the rows resident.
@@ -92,12 +99,10 @@ def bench(
     with reported():
         sizes = _parse_rows(rows)
         if plot_file is not None:
-            folder = plot_file.absolute().parent
-            if not folder.is_dir():
-                raise Failed(f"cannot write {plot_file}: {folder} is no directory")
-            require_matplotlib()
-        place = int(table) if table is not None and table.isdecimal() else table
-        with _Bench(path, place) as run:
+            require_writable(plot_file)
+        name = None if table is None else chosen_tables(path, table)[0].name
+        with _Bench(path, name) as run:
+            run.require_room(sizes[-1])
             console = output(quiet=as_json)
             header = run.header()
             for label, value in header.items():
@@ -141,7 +146,8 @@ def _parse_rows(text: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or sizes[0] < 1:
-        raise Failed(f"--rows must be numbers such as 16,256,4096, not {text!r}")
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise wrong("--rows", f"must be numbers of at least 1 such as 16,256,4096, not {shown!r}")
     return sizes
 
 
@@ -188,6 +194,22 @@ class _Bench:
         for opened in (self.gather, *self.modes.values()):
             opened.close()
         self.stored.close()
+
+    def require_room(self, rows: int) -> None:
+        """Refuses batches whose results, one for each way to read, memory has no room for.
+
+        Raises:
+            Failed: Says how many rows it has room for.
+        """
+        room, _ = _engram.memory_bytes()
+        # The right rows, and numpy's comparison with them, beside each way's own output.
+        outputs = len(_MODES) + _OTHERS + 2
+        most = room // (outputs * (self.gather.row_bytes + np.dtype(np.int64).itemsize))
+        if rows > most:
+            raise Failed(
+                f"--rows {rows}: memory has room for calls of {most:,} rows of "
+                f"{plural(self.gather.row_bytes, 'byte')} at most"
+            )
 
     def header(self) -> dict[str, str]:
         """What a figure depends on besides the code."""

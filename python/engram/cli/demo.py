@@ -21,8 +21,9 @@ from engram import synth as library
 from .errors import Failed, reported
 from .inspect import inspect_path, resident_share, show
 from .machine import file_system, kernel, load, memory, processor
+from .parameters import given_path, given_size
 from .synth import write_with_progress
-from .text import format_bytes, format_seconds, output, parse_size, percent, plural, status
+from .text import format_bytes, format_seconds, output, percent, plural, status
 from .timing import Method, Result, interleaved
 
 if TYPE_CHECKING:
@@ -46,10 +47,15 @@ def demo(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Where to make the checkpoint (default: a temporary directory)."
+            "--dir",
+            parser=given_path,
+            metavar="PATH",
+            help="Where to make the checkpoint (default: a temporary directory).",
         ),
     ] = None,
-    size: Annotated[str, typer.Option(help="Size of the table.")] = "1GiB",
+    size: Annotated[
+        int, typer.Option(parser=given_size, metavar="SIZE", help="Size of the table.")
+    ] = "1GiB",  # pyright: ignore[reportArgumentType] - what the parser is given
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoint afterwards.")] = False,
 ) -> None:
     """Make a Qwen-shaped checkpoint, gather from it, check every row, compare with others.
@@ -59,13 +65,12 @@ def demo(
     """
     with reported():
         console = output()
-        nbytes = parse_size(size)
         console.print(f"machine      {processor()}")
         total = memory()
         console.print(f"memory       {'unknown' if total is None else format_bytes(total)}")
         console.print(f"kernel       {kernel()}")
         console.print(f"load         {load()}")
-        with _checkpoint(directory, nbytes, console, keep=keep) as info:
+        with _checkpoint(directory, size, console, keep=keep) as info:
             show(inspect_path(info.directory), console)
             console.print()
             wrong = compare(info, console)

@@ -13,6 +13,7 @@ import typer
 import engram
 
 from .errors import Failed, reported
+from .parameters import CheckpointPath  # noqa: TC001 - typer reads the annotations
 from .text import format_bytes, output, percent, plural
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ class Inspected:
 
 
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(help="A checkpoint directory, a .safetensors file or an index JSON.")
-    ],
+    path: CheckpointPath,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plain: Annotated[

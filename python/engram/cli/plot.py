@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from .errors import Failed
 from .measured import groups
+from .parameters import wrong
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,16 +34,32 @@ def require_matplotlib() -> Any:
         ) from None
 
 
+def require_writable(path: Path) -> None:
+    """Finds out before anything is measured whether a plot can be drawn and written.
+
+    Raises:
+        typer.BadParameter: The name is not that of a PNG.
+        Failed: There is no such directory, or a directory of that name; or matplotlib is missing.
+    """
+    if path.suffix.lower() != ".png":
+        raise wrong("--plot", f"a PNG is drawn: {str(path)!r} does not end with .png")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise Failed(f"cannot write {path}: {folder} is no directory")
+    if path.is_dir():
+        raise Failed(f"cannot write {path}: it is a directory")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise Failed(f"cannot write {path}: permission denied")
+    require_matplotlib()
+
+
 def draw(
     path: Path,
     measurements: Sequence[Measurement],
     title: str,
     rates: Sequence[HitRate] = (),
 ) -> None:
-    """Writes a PNG with one panel per state, and one of hit rates if there are any.
-
-    A state has the time per call over rows per call, a line per method; hit rates are over the
-    budget of the cache, a point per budget.
+    """Writes the `figure` of these measurements as a PNG.
 
     Args:
         path: Where to write.
@@ -53,14 +71,31 @@ def draw(
         Failed: matplotlib is not installed.
         OSError: The file cannot be written.
     """
+    figure(measurements, title, rates).savefig(path, dpi=120, format="png")
+
+
+def figure(measurements: Sequence[Measurement], title: str, rates: Sequence[HitRate] = ()) -> Any:
+    """A figure with one panel per state, and one of hit rates if there are any.
+
+    A state has the time per call over rows per call, a line per method; hit rates are over the
+    budget of the cache, a point per budget.
+
+    Args:
+        measurements: What to draw.
+        title: Stands over the panels.
+        rates: What caches of rows found.
+
+    Raises:
+        Failed: matplotlib is not installed.
+    """
     figure_class = require_matplotlib()
     panels = groups(measurements)
     count = len(panels) + bool(rates)
     columns = min(_COLUMNS, count)
     lines = -(-count // columns)
-    figure: Any = figure_class(figsize=(5.5 * columns, 4.2 * lines + 0.8), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(lines, columns, squeeze=False)
+    drawn: Any = figure_class(figsize=(5.5 * columns, 4.2 * lines + 0.8), layout="constrained")
+    drawn.suptitle(title)
+    axes = drawn.subplots(lines, columns, squeeze=False)
     names = list(dict.fromkeys(measurement.method for measurement in measurements))
     for index, ((state, ids), group) in enumerate(panels.items()):
         axis = axes[index // columns][index % columns]
@@ -84,7 +119,7 @@ def draw(
         _draw_rates(axes[(count - 1) // columns][(count - 1) % columns], rates)
     for spare in range(count, lines * columns):
         axes[spare // columns][spare % columns].set_visible(False)
-    figure.savefig(path, dpi=120, format="png")
+    return drawn
 
 
 def _draw_rates(axis: Any, rates: Sequence[HitRate]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,10 +14,13 @@ from engram import _engram
 
 from .checkpoint import chosen_tables
 from .errors import Failed, reported
+from .parameters import CheckpointPath, given_size
 from .progress import progress
-from .text import format_bytes, output, parse_size, percent
+from .text import format_bytes, output, percent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
 SCHEMA_VERSION = 1
@@ -26,16 +28,19 @@ SCHEMA_VERSION = 1
 
 
 def prewarm(
-    path: Annotated[
-        Path, typer.Argument(help="A checkpoint directory, a .safetensors file or an index JSON.")
-    ],
+    path: CheckpointPath,
     *,
     table: Annotated[
         str | None, typer.Option(help="One table, by name or place in layer order, not all.")
     ] = None,
     most: Annotated[
-        str | None,
-        typer.Option("--max", help="Bytes to read at most, over all tables, such as 20GiB."),
+        int | None,
+        typer.Option(
+            "--max",
+            parser=given_size,
+            metavar="SIZE",
+            help="Bytes to read at most, over all tables, such as 20GiB.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -45,16 +50,15 @@ def prewarm(
     beyond would drop what was read first. The pages stay when this ends, for every process.
     """
     with reported():
-        wanted = None if most is None else parse_size(most)
         tables = chosen_tables(path, table)
         limit, _ = _engram.memory_bytes()
-        done = warm_tables(path, tables, wanted, limit, output(quiet=as_json))
+        done = warm_tables(path, tables, most, limit, output(quiet=as_json))
         if as_json:
             document: dict[str, Any] = {
                 "schema_version": SCHEMA_VERSION,
                 "engram": engram.__version__,
                 "path": os.fspath(path),
-                "max_bytes": wanted,
+                "max_bytes": most,
                 "memory_bytes": limit,
                 "left_out_bytes": sum(each["bytes"] - each["bytes_read"] for each in done),
                 "tables": done,

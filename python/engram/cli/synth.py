@@ -12,16 +12,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from engram import synth as library
 
-from .errors import Failed, reported
-from .text import format_bytes, output, parse_size, plural, status
+from .errors import reported
+from .parameters import given_path, given_size, wrong
+from .text import format_bytes, output, plural, status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engram.synth import SynthInfo
 
 
 _MODEL_LAYERS = (1, 2, 0)
+_SHOWN = 60
 
 
 class FamilyName(StrEnum):
@@ -34,14 +34,20 @@ class FamilyName(StrEnum):
 
 
 def synth(
-    directory: Annotated[Path, typer.Argument(help="Where to write; must be empty or not exist.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(parser=given_path, help="Where to write; must be empty or not exist."),
+    ],
     *,
     family: Annotated[FamilyName, typer.Option(help="Model family.")] = FamilyName.QWEN,
     rows: Annotated[
         int | None, typer.Option(min=1, help="Rows per table, about: the hash rule decides.")
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="Size of all tables instead of rows, e.g. 6GiB.")
+        int | None,
+        typer.Option(
+            parser=given_size, metavar="SIZE", help="Size of all tables instead of rows, e.g. 6GiB."
+        ),
     ] = None,
     files: Annotated[int | None, typer.Option(min=1, help="Number of safetensors files.")] = None,
     dtype: Annotated[
@@ -78,22 +84,24 @@ def synth(
             given = [name for name, value in refused.items() if value is not None]
             if given or overwrite or family != FamilyName.QWEN:
                 given += ["--overwrite"] * overwrite + ["--family"] * (family != FamilyName.QWEN)
-                raise typer.BadParameter(f"--model takes no {', '.join(given)}")
+                raise wrong(None, f"--model takes no {', '.join(given)}")
             _write_model(directory, chosen_layers, parts, seed)
             return
+        arguments: dict[str, Any] = {
+            "rows": rows,
+            "size": size,
+            "dtype": dtype,
+            "layers": chosen_layers,
+            "parts": parts,
+            "files": files,
+            "seed": seed,
+        }
+        try:
+            library.plan(family.value, **arguments)
+        except ValueError as error:
+            raise wrong(None, str(error)) from None
         started = time.perf_counter()
-        info = write_with_progress(
-            directory,
-            family.value,
-            rows=rows,
-            size=None if size is None else parse_size(size),
-            dtype=dtype,
-            layers=chosen_layers,
-            parts=parts,
-            files=files,
-            seed=seed,
-            overwrite=overwrite,
-        )
+        info = write_with_progress(directory, family.value, overwrite=overwrite, **arguments)
         seconds = time.perf_counter() - started
         console = output()
         for table in info.tables:
@@ -141,20 +149,25 @@ def _parse_layers(text: str | None) -> int | list[int] | None:
     try:
         numbers = [int(part) for part in text.rstrip(",").split(",")]
     except ValueError:
-        raise Failed(f"--layers must be a number or numbers such as 1,14, not {text!r}") from None
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise wrong(
+            "--layers", f"must be a number or numbers such as 1,14, not {shown!r}"
+        ) from None
     return numbers[0] if len(numbers) == 1 and "," not in text else numbers
 
 
 def _write_model(
     directory: Path, layers: int | list[int] | None, parts: int | None, seed: int
 ) -> None:
-    arguments: Mapping[str, Any] = {
-        "layers": (*_MODEL_LAYERS, *range(3, layers))[:layers]
-        if isinstance(layers, int)
-        else layers,
-        "parts": parts,
-    }
-    given = {name: value for name, value in arguments.items() if value is not None}
+    if isinstance(layers, int):
+        if not 1 <= layers <= len(_MODEL_LAYERS):
+            raise wrong("--layers", f"the tiny model has tables in 1 to 3 layers, not in {layers}")
+        layers = list(_MODEL_LAYERS[:layers])
+    elif layers is not None and not set(layers) <= set(_MODEL_LAYERS):
+        other = next(layer for layer in layers if layer not in _MODEL_LAYERS)
+        raise wrong("--layers", f"the tiny model has tables in layers 0, 1 and 2, not in {other}")
+    arguments = {"layers": layers, "parts": parts}
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     path = library.write_model(directory, seed=seed, **given)
     output().print(
         f"wrote a tiny random Qwen4-Exp model to {path}; load it with "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,10 +14,13 @@ from engram import _engram
 
 from .checkpoint import chosen_tables, is_wrong_path
 from .errors import describe, reported
+from .parameters import CheckpointPath  # noqa: TC001 - typer reads the annotations
 from .progress import progress
 from .text import format_bytes, output, plural
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
 SCHEMA_VERSION = 1
@@ -95,9 +97,7 @@ class Result:
 
 
 def verify(
-    path: Annotated[
-        Path, typer.Argument(help="A checkpoint directory, a .safetensors file or an index JSON.")
-    ],
+    path: CheckpointPath,
     *,
     table: Annotated[
         str | None, typer.Option(help="Rows of one table, by name or place in layer order.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from engram._arguments import path_text
 from engram._engram import CheckpointError
 from engram._errors import placed
 from engram._files import CONFIG_BYTES, parse_json, read_small
@@ -24,13 +26,13 @@ def read_config(source: ConfigLike) -> tuple[Fields, Path | None]:
             (`config.json`, a safetensors file, an index).
 
     Raises:
-        FileNotFoundError: There is no `config.json`.
+        FileNotFoundError: There is nothing at the path, or no `config.json` in the directory.
         CheckpointError: It is not JSON, or no object.
         TypeError: `source` is none of these.
     """
     if isinstance(source, Mapping):
         return Fields(cast("Mapping[str, Any]", source)), None
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | bytes | os.PathLike):
         to_dict = getattr(source, "to_dict", None)
         if to_dict is None:
             raise placed(
@@ -40,9 +42,11 @@ def read_config(source: ConfigLike) -> tuple[Fields, Path | None]:
                 )
             )
         return Fields(to_dict()), None
-    path = Path(source)
+    path = Path(path_text(cast("object", source)))
     is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
     if not path.is_dir() and not is_config:
+        # The directory's configuration is that of a file in it, and of no name that is wrong.
+        path.stat()
         path = path.parent
     file = path if is_config and not path.is_dir() else path / "config.json"
     parsed: object = parse_json(read_small(file, CONFIG_BYTES), file, "it is not JSON")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engram._arguments import pad_argument
 from engram._arrays import INT64, UINT8, int64_ids, is_torch
 from engram._errors import complete, placed
 from engram._locks import ForkedLock
@@ -88,6 +89,8 @@ class Storage(ABC):
             exchange = self._exchange
             if exchange is not None:
                 return exchange.lookup(ids, out, pad_id)
+            if pad_id is not None:
+                pad_id = pad_argument(pad_id)
             if is_torch(ids) and ids.device.type != "cpu":
                 return self._lookup_on_device(ids, out, pad_id)
             if (

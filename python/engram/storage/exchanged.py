@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from engram._arguments import pad_argument
 from engram._arrays import int64_ids, is_torch
 from engram._errors import placed
 from engram._targets import allocate, row_view, targets
@@ -55,7 +55,8 @@ class RowSource(ABC):
             IndexError: An id is beyond int64.
             OverflowError: `pad_id` is beyond int64.
         """
-        if pad_id is not None and not _LIMITS.min <= operator.index(pad_id) <= _LIMITS.max:
+        pad_id = pad_argument(pad_id)
+        if pad_id is not None and not _LIMITS.min <= pad_id <= _LIMITS.max:
             raise OverflowError(f"pad_id={pad_id}")
         if _on_device(ids):
             if not is_integer(ids):

@@ -28,15 +28,21 @@ class Topology:
     """
 
     tensor_parallel_size: int = 1
+    """Ranks of a replica, which share its tables out among them."""
     tensor_parallel_rank: int = 0
+    """This rank among them."""
     data_parallel_size: int = 1
+    """Replicas of the model."""
     data_parallel_rank: int | None = None
     """None where nobody said; then tables cannot be shared or sharded over replicas."""
     pipeline_parallel_size: int = 1
+    """Stages that the model's layers are cut into."""
     pipeline_parallel_rank: int = 0
+    """This rank's stage."""
     pipeline_layers: tuple[int, int] | None = None
     """The first decoder layer of this pipeline stage, and the one after its last."""
     enable_elastic_ep: bool = False
+    """Whether replicas come and go (elastic expert parallelism); then none shares by default."""
     groups: Groups | None = None
     """torch.distributed groups, for look-ups of tables that are sharded over ranks."""
     read_once_per_node: bool = False

@@ -103,6 +103,8 @@ def filling(
     if not sparse:
         free = shutil.disk_usage(directory).free
         if free < planned.nbytes:
+            if not existed:
+                directory.rmdir()
             raise OSError(
                 errno.ENOSPC,
                 f"the checkpoint needs {planned.nbytes} bytes and {free} are free",

@@ -153,7 +153,13 @@ def f32(value: float) -> bytes:
 
 
 def int64(name: str, values: Sequence[int]) -> Tensor:
-    """A one-dimensional I64 tensor."""
+    """A one-dimensional I64 tensor.
+
+    Raises:
+        ValueError: A value does not fit.
+    """
+    if values and not -(2**63) <= min(values) <= max(values) < 2**63:
+        raise ValueError(f"{name} would hold {max(values)}, which does not fit 64 bits: fewer rows")
     return Tensor(name, "I64", (len(values),), np.asarray(values, "<i8").tobytes())
 
 

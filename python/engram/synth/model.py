@@ -60,8 +60,10 @@ def write_model(
         ValueError: A layer that cannot have a table, or fewer than one part.
     """
     chosen = sorted(set(layers))
-    if not chosen or not set(chosen) <= set(range(_DECODER_LAYERS - 1)):
-        raise ValueError(f"layers must be among 0, 1 and 2 in the tiny model, not {list(layers)}")
+    wrong = [layer for layer in chosen if layer not in range(_DECODER_LAYERS - 1)]
+    if wrong or not chosen:
+        found = wrong[0] if wrong else "none"
+        raise ValueError(f"layers must be among 0, 1 and 2 in the tiny model, not {found}")
     if parts < 1:
         raise ValueError(f"parts must be at least 1, not {parts}")
     try:

@@ -33,6 +33,11 @@ FAMILIES: dict[str, Family] = {
 """Families that can be written, by name."""
 
 
+_INT64_MAX = (1 << 63) - 1
+_MOST_TABLES = 1000
+"""No model has as many layers; the constants of more would be computed for minutes."""
+
+
 @dataclass(frozen=True)
 class SynthPiece:
     """A run of consecutive rows of one plane inside one file.
@@ -195,8 +200,8 @@ def plan(
         return rules.build(Request(wanted_rows, dtype, chosen_layers, parts, overrides, placement))
 
     for name, value in (("rows", rows), ("size", size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+        if value is not None and not 1 <= value <= _INT64_MAX:
+            raise ValueError(f"{name} must be from 1 to {_INT64_MAX}, not {value}")
     if size is not None:
         # Row width depends on the configuration alone, so any buildable row count shows it.
         probe = build(rules.rows).tables
@@ -248,12 +253,17 @@ def _layers(family: str, rules: Family, layers: int | Sequence[int] | None) -> t
     if not rules.layers:
         raise ValueError(f"{family} has one table for all layers, so layers has no meaning")
     if isinstance(layers, int):
+        if layers > _MOST_TABLES:
+            raise ValueError(f"layers={layers} is more than {_MOST_TABLES} tables")
         layers = [*rules.layers, *(rules.layers[-1] + 4 * step for step in range(1, layers))][
             :layers
         ]
     chosen = tuple(sorted(set(layers)))
-    if not chosen or chosen[0] < 0:
-        raise ValueError(f"layers must name at least one zero-based decoder layer, not {layers!r}")
+    if len(chosen) > _MOST_TABLES:
+        raise ValueError(f"{len(chosen)} layers are more than {_MOST_TABLES} tables")
+    if not chosen or not 0 <= chosen[0] <= chosen[-1] < _INT64_MAX:
+        found = "none" if not chosen else chosen[0] if chosen[0] < 0 else chosen[-1]
+        raise ValueError(f"layers must name zero-based decoder layers, at least one, not {found}")
     return chosen
 
 

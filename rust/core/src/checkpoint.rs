@@ -229,7 +229,7 @@ impl Checkpoint {
                 found.iter().map(|file| file.resolved.as_path()).collect();
             side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
         }
-        found.extend(side_files);
+        found.extend(side_files.into_iter().map(location::Found::beside_index));
         let config = reading::config(&directory.path().join("config.json"))?;
         Ok((index, found, named, config))
     }

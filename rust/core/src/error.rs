@@ -58,9 +58,9 @@ pub enum Error {
     },
     /// An id outside the table.
     #[error(
-        "row id {id} at position {position} is outside table {table:?} with {rows} rows (valid ids: 0 to {}); \
-         pass pad_id={id} if this id marks padding",
-        rows.saturating_sub(1)
+        "row id {id} at position {position} is outside table {table:?} with {rows} rows (valid ids: 0 to {}){}",
+        rows.saturating_sub(1),
+        padding(*id)
     )]
     Id {
         /// The id as given.
@@ -187,6 +187,15 @@ fn describe_errno(errno: i32) -> String {
     text.split(" (os error").next().unwrap_or(&text).to_owned()
 }
 
+/// What to do about an id that looks like padding: those beyond the table are mistakes.
+fn padding(id: i128) -> String {
+    if id < 0 {
+        format!("; pass pad_id={id} if this id marks padding")
+    } else {
+        String::new()
+    }
+}
+
 /// ", in table .. row .. of file .. at offset ..": the parts of a place that are known.
 fn at(place: &Place) -> String {
     use std::fmt::Write as _;
@@ -238,5 +247,12 @@ mod tests {
         assert!(text.contains("row id -1 at position 4"));
         assert!(text.contains("10 rows"));
         assert!(text.contains("pad_id=-1"));
+        let error = Error::Id {
+            id: 10,
+            position: 4,
+            rows: 10,
+            table: "t".into(),
+        };
+        assert!(!error.to_string().contains("pad_id"), "no padding: {error}");
     }
 }

@@ -12,7 +12,7 @@ use pyo3::exceptions::{
 use pyo3::prelude::*;
 
 create_exception!(
-    _engram,
+    engram,
     CheckpointError,
     PyValueError,
     "A checkpoint's files contradict themselves, their index or their configuration."

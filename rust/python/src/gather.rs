@@ -13,7 +13,7 @@ use engram_core::reader::{Advice, Located, Options, Reader as CoreReader};
 use engram_core::ticket::drain;
 use engram_core::{hot, verify, warm};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyInt};
 
 use crate::array::Pair;
 use crate::buffer::Ids;
@@ -171,11 +171,16 @@ impl Reader {
         this: &Bound<'_, Self>,
         ids: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
-        pad_id: Option<i64>,
+        pad_id: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<bool> {
         let py = this.py();
         let own = this.get();
+        // Other numbers, and what is none, are looked at where ids are.
+        if pad_id.is_some_and(|pad_id| !pad_id.is_exact_instance_of::<PyInt>()) {
+            return Ok(false);
+        }
+        let pad_id = pad_id.map(|pad_id| pad_id.extract()).transpose()?;
         let row_bytes = own.plane_bytes.iter().sum();
         let Some(pair) = Pair::new(ids, out, row_bytes) else {
             return Ok(false);

@@ -13,6 +13,7 @@ import engram
 from engram import _engram
 from engram.cli.checkpoint import chosen_tables, is_wrong_path
 from engram.cli.errors import describe, reported
+from engram.cli.parameters import given_path
 from engram.cli.text import output, status
 
 from . import accelerator, facts, machine, rates, storage, tables
@@ -35,8 +36,9 @@ def doctor(
     path: Annotated[
         Path | None,
         typer.Argument(
+            parser=given_path,
             help="A checkpoint directory, a .safetensors file or an index JSON; "
-            "without one the machine alone is looked at."
+            "without one the machine alone is looked at.",
         ),
     ] = None,
     *,

@@ -33,6 +33,14 @@ impl Found {
             beside_index: false,
         })
     }
+
+    /// The same file, left out by the index beside it.
+    pub(super) fn beside_index(self) -> Self {
+        Self {
+            beside_index: true,
+            ..self
+        }
+    }
 }
 
 /// What is at `path`, links followed.
@@ -276,10 +284,7 @@ impl Directory {
                 )
             })?;
             match self.locate(&relative)? {
-                Located::File(file) => found.push(Found {
-                    beside_index: false,
-                    ..file
-                }),
+                Located::File(file) => found.push(file),
                 Located::Directory => {
                     return Err(Error::checkpoint(
                         format!("the index names {name:?} as a file, and it is a directory"),
@@ -321,7 +326,7 @@ impl Directory {
             return Ok(Located::File(Found {
                 path,
                 resolved: self.resolved.join(relative),
-                beside_index: true,
+                beside_index: false,
             }));
         }
         let status = match fs::symlink_metadata(&path) {
@@ -363,7 +368,7 @@ impl Directory {
         Ok(Located::File(Found {
             path,
             resolved,
-            beside_index: true,
+            beside_index: false,
         }))
     }
 

@@ -89,6 +89,9 @@ pub fn survey(path: &Path) -> Result<Survey> {
         let directory = Directory::open(path)?;
         match directory.index()? {
             Some(index) => survey.indexed(&directory, &index)?,
+            None if directory.safetensors_names()?.is_empty() => {
+                return Err(directory.nothing_to_read());
+            }
             None => survey.whole(&directory)?,
         }
     } else if path
@@ -216,14 +219,10 @@ impl Survey {
         }
     }
 
-    /// A directory without an index.
+    /// A directory without an index, or with one that says nothing.
     fn whole(&mut self, directory: &Directory) -> Result<()> {
-        let names = directory.safetensors_names()?;
-        if names.is_empty() {
-            return Err(directory.nothing_to_read());
-        }
-        for name in &names {
-            if let Some(file) = self.locate(directory, name) {
+        for name in directory.safetensors_names()? {
+            if let Some(file) = self.locate(directory, &name) {
                 self.header(&file);
             }
         }
@@ -296,7 +295,7 @@ impl Survey {
             if !known.contains(&name)
                 && let Some(file) = self.locate(directory, &name)
             {
-                self.header(&file);
+                self.header(&file.beside_index());
             }
         }
         Ok(())
@@ -343,12 +342,7 @@ impl Survey {
             }
             _ => self
                 .locate(directory, &relative)
-                .map_or(Header::Refused, |file| {
-                    self.header(&Found {
-                        beside_index: false,
-                        ..file
-                    })
-                }),
+                .map_or(Header::Refused, |file| self.header(&file)),
         }
     }
 

@@ -401,6 +401,10 @@ fn broken_files_are_named_and_strays_explained() {
             "the index does not name this file",
         ],
     );
+    fs::remove_file(folder.join("model.safetensors.index.json")).unwrap();
+    let refused = Checkpoint::open(folder.path()).unwrap_err().to_string();
+    assert!(refused.contains("Git LFS pointer"), "{refused}");
+    assert!(!refused.contains("index"), "there is none: {refused}");
 }
 
 /// Many files are read by several threads; the first wrong one in order is reported.

@@ -100,6 +100,37 @@ fn what_the_index_counts_and_nobody_holds_is_what_is_missing() {
     assert_eq!(found.flaws[0].expected, Some(7));
 }
 
+/// What is wrong with the index is said even where no file lies beside it.
+#[test]
+fn a_broken_index_with_nothing_beside_it_is_what_is_wrong() {
+    let folder = Folder::new();
+    folder.write("model.safetensors.index.json", "{");
+    for path in [
+        folder.path().to_owned(),
+        folder.join("model.safetensors.index.json"),
+    ] {
+        let found = survey(&path).unwrap();
+        assert_eq!(
+            kinds(&found),
+            [(FlawKind::Index, "model.safetensors.index.json".to_owned())]
+        );
+        assert_eq!(found.files, 0);
+    }
+}
+
+/// Only what an index leaves out is explained by it.
+#[test]
+fn files_are_called_strays_only_beside_an_index() {
+    let folder = Folder::new();
+    folder.tensors("1.safetensors", &[tensor("a", "F32", &[4, 2])]);
+    folder.write("2.safetensors", "<html>");
+    let message = |folder: &Folder| survey(folder.path()).unwrap().flaws[0].message.clone();
+    assert!(!message(&folder).contains("index"), "{}", message(&folder));
+    let index = json!({"weight_map": {"a": "1.safetensors"}});
+    folder.write("model.safetensors.index.json", index.to_string());
+    assert!(message(&folder).contains("the index does not name this file"));
+}
+
 #[test]
 fn nothing_to_look_at_is_an_error() {
     let folder = Folder::new();
