@@ -51,6 +51,8 @@ def test_bench_prints_what_it_measures(one_array):
     assert "is dropped again and again; --warm-only leaves it alone" in result.stdout
     checked = next(line for line in result.stdout.splitlines() if line.startswith("checked"))
     assert checked.endswith("gathered rows, 0 wrong")
+    assert "cache_bytes: hits in the second half of " in result.stdout
+    assert budgets.TEXT in result.stdout
 
 
 def test_bench_measures_every_state(one_array, tmp_path, drawn):
@@ -247,13 +249,6 @@ def test_a_text_hits_more_often_in_larger_caches(checkpoint, request):
 def tables_heads(directory, table):
     hasher = hashes.table_hasher(directory, table)
     return 1 if hasher is None else hasher.heads
-
-
-def test_hit_rates_are_shown(one_array):
-    result = run(one_array.directory, *QUICK, "--warm-only")
-    assert result.exit_code == 0, result.stderr
-    assert "cache_bytes: hits in the second half of " in result.stdout
-    assert budgets.TEXT in result.stdout
 
 
 def test_without_a_configuration_tokens_stand_for_rows(tmp_path):

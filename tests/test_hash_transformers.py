@@ -89,7 +89,7 @@ LIVE = settings(
 )
 
 
-@settings(LIVE, max_examples=600)
+@settings(LIVE, max_examples=250)
 @given(st.data())
 def test_batches_of_equal_length(data):
     model, h = data.draw(models())
@@ -102,7 +102,7 @@ def test_batches_of_equal_length(data):
     assert ids.tolist() == expected.flatten(0, 1).tolist()
 
 
-@settings(LIVE, max_examples=400)
+@settings(LIVE, max_examples=200)
 @given(st.data())
 def test_cuts_through_the_models_cache(data):
     model, h = data.draw(models())

@@ -1,6 +1,6 @@
 """Runs tests/gpu/test_late_cuda.py where there is no CUDA, on a device that is a thread.
 
-    python tests/thread_cuda.py [pytest's arguments]
+    python tests/thread_cuda.py [pytest's arguments] [--then other arguments ...]
 
 What it shows is that the tests themselves run and would notice a wrong row. Whether a device does
 what is asked of it, only a device can show.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import os
 import sys
 import threading
 from types import SimpleNamespace
@@ -60,7 +62,30 @@ def play(device):
     torch.Tensor.copy_ = copy_
 
 
+def run(arguments):
+    """One run of pytest on a device of its own, which is wrong with `--wrong`."""
+    play(Device(early="--wrong" in arguments))
+    arguments = [argument for argument in arguments if argument != "--wrong"]
+    return pytest.main(["-q", "-p", "no:cacheprovider", *arguments])
+
+
+def main(arguments):
+    """Every run in a process of its own, forked: torch is imported once for all."""
+    worst = 0
+    for _, group in itertools.groupby(arguments, "--then".__ne__):
+        given = list(group)
+        if given == ["--then"]:
+            continue
+        child = os.fork()
+        if child == 0:
+            status = int(run(given))
+            sys.stdout.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"status {status}", flush=True)
+        worst = max(worst, abs(status))
+    return worst
+
+
 if __name__ == "__main__":
-    play(Device(early="--wrong" in sys.argv))
-    arguments = [argument for argument in sys.argv[1:] if argument != "--wrong"]
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
+    sys.exit(main(sys.argv[1:]))

@@ -144,8 +144,15 @@ def test_a_budget_changed_while_files_are_opened_anew_is_kept(disk, table):
         assert right(table, [3, 4], gather.gather([3, 4]))
 
 
+@pytest.fixture(scope="module")
+def million_rows(tmp_path_factory):
+    """A table that takes seconds to write; nothing changes it."""
+    directory = tmp_path_factory.mktemp("million") / "c"
+    return synth.write(directory, "qwen", dtype="fp8", rows=1_000_000)
+
+
 @pytest.mark.parametrize(("cached", "threads"), [(48, 1), (20, 1), (20, 8)])
-def test_memory_stays_within_the_budget(tmp_path, cached, threads):
+def test_memory_stays_within_the_budget(million_rows, cached, threads):
     """Four megabytes beside it for each call: reads in flight, and what a batch itself takes.
 
     While the budget changes the two caches together take no more, and half a megabyte and some
@@ -204,11 +211,10 @@ def test_memory_stays_within_the_budget(tmp_path, cached, threads):
     run(gather, randoms[0], outs[0], 1)
     report(correct=all(correct), most=most, moving=moving, small=small, **full)
     """
-    info = synth.write(tmp_path / "c", "qwen", dtype="fp8", rows=1_000_000)
     group, limit, processes = memory_group()
     try:
         (group / limit).write_text(str(160 << 20))
-        seen = child(script, info.directory, group / processes, cached, threads)
+        seen = child(script, million_rows.directory, group / processes, cached, threads)
     finally:
         group.rmdir()
     assert seen["correct"]

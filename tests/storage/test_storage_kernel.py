@@ -115,8 +115,9 @@ from engram.storage.kernel import _copy_rows_kernel
 
 words = {"table": "i64", "ids": "*i64", "count": "i32", "row_words": "i32", "out_stride": "i32"}
 sizes = {"rows": 16, "words": 32}
-for element in ("u8", "i16", "i32", "i64"):
-    for ones in ((), ("count",), ("row_words", "out_stride")):
+every = ((), ("count",), ("row_words", "out_stride"))
+for element, specialised in (("u8", every), ("i16", every[:1]), ("i32", every[:1]), ("i64", every)):
+    for ones in specialised:
         # Numbers that are 1 are known to the compiler.
         signature = {**words, "out": f"*{element}"}
         signature |= dict.fromkeys([*ones, *sizes], "constexpr")

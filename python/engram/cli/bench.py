@@ -230,17 +230,21 @@ class _Bench:
 
     def warm(self, sizes: list[int], seconds: float) -> None:
         """Rows whose pages are in memory and mapped."""
-        pool = self.generator.integers(0, self.gather.num_rows, _WARM_ROWS)
+        if self.gather.num_rows <= _WARM_ROWS:
+            pool = np.arange(self.gather.num_rows)
+        else:
+            pool = self.generator.integers(0, self.gather.num_rows, _WARM_ROWS)
         scratch = np.empty((_CHUNK, self.gather.row_bytes), np.uint8)
         with status().status("reading the rows to be warm"):
             # Twice: the first time reads what is missing, the second maps it.
             for _ in range(2):
                 for start in range(0, len(pool), _CHUNK):
                     ids = pool[start : start + _CHUNK]
-                    self.gather.gather(ids, out=scratch)
-                    self.mapped.take(ids, scratch)
+                    out = scratch[: len(ids)]
+                    self.gather.gather(ids, out=out)
+                    self.mapped.take(ids, out)
                     if "mmap" in self.modes:
-                        self.modes["mmap"].gather(ids, out=scratch)
+                        self.modes["mmap"].gather(ids, out=out)
         self._measure(
             "warm",
             sizes,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def hit_rates(
     seconds: float,
     seed: int = 0,
 ) -> HitRates:
-    """Runs one text through caches of several budgets, each empty at first.
+    """Runs one text through caches of several budgets side by side, each empty at first.
 
     Args:
         path: The checkpoint.
@@ -182,34 +183,45 @@ def hit_rates(
     chunks = [first, *itertools.islice(ids, count - 1)]
     distinct = len(np.unique(np.concatenate(chunks)))
     whole = distinct * (info.row_bytes + _INDEX_BYTES)
-    entries: list[HitRate] = []
-    for budget in dict.fromkeys(max(1, whole // part) for part in _PARTS):
-        try:
-            entries.append(_measured(path, info, chunks, budget, expected))
-        except ValueError as refused:
-            notes.append(f"no cache of {format_bytes(budget)}: {refused}")
-    return HitRates(count * CHUNK, distinct, tuple(entries), tuple(notes))
+    with contextlib.ExitStack() as stack:
+        caches: list[_Cache] = []
+        for budget in dict.fromkeys(max(1, whole // part) for part in _PARTS):
+            try:
+                gather = engram.FileGather(path, info.name, cache_bytes=budget)
+            except ValueError as refused:
+                notes.append(f"no cache of {format_bytes(budget)}: {refused}")
+                continue
+            caches.append(_Cache(budget, stack.enter_context(gather)))
+        # One comparison serves them all: reading the right rows takes longer than gathering them.
+        out = np.empty((*first.shape, info.row_bytes), np.uint8)
+        for place, wanted in enumerate(chunks):
+            right = expected(wanted)
+            for cache in caches:
+                if place == count // 2:
+                    cache.before = cache.gather.stats()["cache"]
+                cache.gather.gather(wanted, out=out)
+                cache.compare(out, right)
+        entries = tuple(cache.found() for cache in caches)
+    return HitRates(count * CHUNK, distinct, entries, tuple(notes))
 
 
-def _measured(
-    path: Path,
-    info: engram.TableInfo,
-    chunks: list[Ids],
-    budget: int,
-    expected: Callable[[Ids], NDArray[np.uint8]],
-) -> HitRate:
-    out = np.empty((*chunks[0].shape, info.row_bytes), np.uint8)
-    checked = wrong = 0
-    with engram.FileGather(path, info.name, cache_bytes=budget) as gather:
-        before: dict[str, Any] = {}
-        for place, ids in enumerate(chunks):
-            if place == len(chunks) // 2:
-                before = gather.stats()["cache"]
-            gather.gather(ids, out=out)
-            right = (out == expected(ids)).all(axis=-1)
-            checked += right.size
-            wrong += int(right.size - np.count_nonzero(right))
-        after = gather.stats()["cache"]
-    hits = after["hits"] - before["hits"]
-    rows = hits + after["misses"] - before["misses"]
-    return HitRate(budget, after["capacity"], rows, hits, checked, wrong)
+@dataclass
+class _Cache:
+    """A table behind a cache of one budget, and what it has been found to hold and get wrong."""
+
+    budget: int
+    gather: engram.FileGather
+    before: dict[str, Any] = field(default_factory=lambda: {})
+    checked: int = 0
+    wrong: int = 0
+
+    def compare(self, rows: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
+        right = (rows == expected).all(axis=-1)
+        self.checked += right.size
+        self.wrong += int(right.size - np.count_nonzero(right))
+
+    def found(self) -> HitRate:
+        after = self.gather.stats()["cache"]
+        hits = after["hits"] - self.before["hits"]
+        rows = hits + after["misses"] - self.before["misses"]
+        return HitRate(self.budget, after["capacity"], rows, hits, self.checked, self.wrong)
