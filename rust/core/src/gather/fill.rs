@@ -199,12 +199,10 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
                 .retain(|&position| !resident(lane, position, &mut states));
         }
     };
-    if candidates.len() < PARALLEL_PROBE || threads::available() == 1 {
-        rests.iter_mut().for_each(retain);
-    } else {
-        threads::compute()?
-            .1
-            .install(|| rests.par_iter_mut().for_each(retain));
+    let shared = candidates.len() >= PARALLEL_PROBE && threads::available() > 1;
+    match shared.then(threads::compute).flatten() {
+        Some(pool) => pool.1.install(|| rests.par_iter_mut().for_each(retain)),
+        None => rests.iter_mut().for_each(retain),
     }
     Ok(())
 }
