@@ -72,6 +72,22 @@ def test_no_thread_can_be_started_any_more(table):
     assert seen["after"] == [True] * 5
 
 
+@pytest.mark.skipif(not SYSCALLS, reason="system call numbers of this machine are not known here")
+@pytest.mark.parametrize("way", ["auto", "mmap", "pread"])
+@pytest.mark.parametrize("cache_bytes", [0, 200_000])
+def test_a_large_gather_without_helpers(table, way, cache_bytes):
+    """The calling thread copies all rows itself where nobody can be called to help."""
+    script = """
+    for name in ("clone", "clone3"):
+        refuse(name, 11)
+    gather = engram.FileGather(directory, 0, io=sys.argv[2], cache_bytes=int(sys.argv[3]))
+    many = np.arange(0, 19_000)
+    report(right=[right(info, many, gather.gather(many)) for _ in range(3)])
+    """
+    seen = child(script, table.directory, way, cache_bytes, before=GATHER)
+    assert seen["right"] == [True] * 3
+
+
 WIDE = 4 << 20
 """Bytes of a row, so that the memory it is read into is more than what is left."""
 

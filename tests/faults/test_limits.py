@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 from children import SYSCALLS, child
 
-from checkpoint_support import IO_MODES, checkpoint, safetensors, shards, tensor
+from checkpoint_support import INDEX, IO_MODES, checkpoint, safetensors, shards, tensor
 from engram import synth
 
 GATHER = """
@@ -83,6 +84,31 @@ def test_fewer_descriptors_than_tensors(tmp_path):
     assert "40 files" in text
     assert "ulimit -n" in text
     assert path
+
+
+@pytest.mark.case("I35")
+def test_descriptors_that_run_out_while_the_index_is_parsed(tmp_path):
+    """Headers are read meanwhile; their files, kept open, must leave one for the configuration."""
+    script = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+    rows = []
+    for _ in range(20):
+        with engram.FileGather(sys.argv[1], "table.weight") as gather:
+            rows.append(len(gather.gather(np.arange(gather.num_rows))))
+    report(rows=rows)
+    """
+    contents = {
+        f"model-{place:05}-of-00080.safetensors": [tensor(f"other.{place}.weight", "U8", (2, 2))]
+        for place in range(1, 80)
+    }
+    contents["model-00080-of-00080.safetensors"] = [tensor("table.weight", "U8", (10, 32))]
+    directory = checkpoint(tmp_path / "many", contents, config={})
+    index = directory / INDEX
+    described = json.loads(index.read_text())
+    described["metadata"]["history"] = "x" * (4 << 20)  # So that parsing takes a while.
+    index.write_text(json.dumps(described))
+    assert child(script, directory)["rows"] == [10] * 20
 
 
 def test_no_memory_may_be_locked(table):

@@ -47,7 +47,7 @@ pub fn copy(
         })
         .collect::<Result<Vec<RowAddress<'_>>>>()?;
     let part = addresses.len().div_ceil(thread_count).max(1);
-    let pool = threads::compute()?;
+    let pool = threads::compute().ok_or_else(|| Error::value("cannot start copy threads"))?;
     let started = Instant::now();
     if thread_count == 1 {
         copy::copy_rows(&addresses, sink, 0);

@@ -199,8 +199,16 @@ impl Checkpoint {
             early.work();
             Ok::<_, Error>(wanted)
         });
-        let (index, found, named, config) = wanted?;
-        let (files, opened) = reading::headers(found, Some(early), keep)?;
+        let (wanted, early) = match wanted {
+            // Files that were kept open may have left none for the configuration.
+            Err(Error::Io { errno, .. }) if keep && errno == libc::EMFILE => {
+                drop(early);
+                (Self::wanted(directory, index_path, &text)?, None)
+            }
+            wanted => (wanted?, Some(early)),
+        };
+        let (index, found, named, config) = wanted;
+        let (files, opened) = reading::headers(found, early, keep)?;
         let listed = catalogue::Listed {
             entries: &index.entries,
             files: named,

@@ -130,8 +130,8 @@ impl Shared {
 /// Helpers that have been called, for one [`Crew::run`].
 pub(crate) struct Crew(Option<Arc<Shared>>);
 
-/// Calls up to `helpers` threads of the process's pool.
-pub(crate) fn call(helpers: usize) -> Result<Crew> {
+/// Calls up to `helpers` threads of the process's pool; nobody where threads cannot be started.
+pub(crate) fn call(helpers: usize) -> Crew {
     let shared = Arc::new(Shared {
         job: OnceLock::new(),
         next: AtomicUsize::new(0),
@@ -140,14 +140,15 @@ pub(crate) fn call(helpers: usize) -> Result<Crew> {
         panicked: AtomicBool::new(false),
         process: std::process::id(),
     });
-    if helpers > 0 {
-        let pool = threads::compute()?;
+    if helpers > 0
+        && let Some(pool) = threads::compute()
+    {
         for _ in 0..helpers {
             let shared = Arc::clone(&shared);
             pool.1.spawn(move || shared.help());
         }
     }
-    Ok(Crew(Some(shared)))
+    Crew(Some(shared))
 }
 
 impl Drop for Crew {
@@ -167,7 +168,7 @@ pub(crate) fn run(
     work: &(dyn Fn(usize) + Sync),
     between: impl FnMut() -> Result<()>,
 ) -> Result<()> {
-    call(helpers.min(tasks.saturating_sub(1)))?.run(tasks, work, between)
+    call(helpers.min(tasks.saturating_sub(1))).run(tasks, work, between)
 }
 
 impl Crew {
@@ -295,7 +296,7 @@ mod tests {
     fn helpers_called_early_wait_for_the_tasks_or_leave() {
         for pause in [0, 20, 1000] {
             for run in [true, false] {
-                let crew = call(2).unwrap();
+                let crew = call(2);
                 std::thread::sleep(Duration::from_micros(pause));
                 let count = AtomicU64::new(0);
                 let work = |_: usize| {

@@ -31,16 +31,17 @@ pub fn available() -> usize {
     available
 }
 
-/// The pool that copies rows: one per process, as many threads as [`available`] says.
-pub(crate) fn compute() -> Result<Arc<(u32, ThreadPool)>> {
+/// The pool that copies rows: one per process, as many threads as [`available`] says. `None` where
+/// they cannot be started now: callers then work alone, which takes longer and fails nobody.
+pub(crate) fn compute() -> Option<Arc<(u32, ThreadPool)>> {
     static POOL: PerProcess<ThreadPool> = PerProcess::new();
     POOL.get(|| {
         ThreadPoolBuilder::new()
             .num_threads(available())
             .thread_name(|index| format!("engram-copy-{index}"))
             .build()
-            .map_err(|error| Error::value(format!("cannot start copy threads: {error}")))
     })
+    .ok()
 }
 
 type Job = Box<dyn FnOnce() + Send>;

@@ -116,10 +116,9 @@ impl Early {
             let Some(file) = self.found.get(number) else {
                 return;
             };
-            match header_of(file, number, self.keep, &mut buffer) {
-                Ok(read) => drop(self.read[number].set(read)),
-                // Whoever wants this file meets the error again.
-                Err(_) => {}
+            // An error is met again by whoever wants this file.
+            if let Ok(read) = header_of(file, number, self.keep, &mut buffer) {
+                drop(self.read[number].set(read));
             }
         }
     }

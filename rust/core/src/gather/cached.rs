@@ -157,7 +157,7 @@ fn look_up(
             all.0 += hits;
             all.1.append(&mut missed);
         };
-        let crew = crew.map_or_else(|| crew::call(threads - 1), Ok)?;
+        let crew = crew.unwrap_or_else(|| crew::call(threads - 1));
         crew.run(tasks.len(), &work, || control.check(&mut checked))?;
         (hits, missed) = all.into_inner().unwrap_or_else(PoisonError::into_inner);
     }

@@ -86,7 +86,7 @@ pub(super) fn fill(
     report: &mut Report,
 ) -> Result<()> {
     let files = files(requests);
-    probe(lanes, rests)?;
+    probe(lanes, rests);
     let rests = &*rests;
     let mut deferred = Deferred::new(rests);
     let mut ways: Vec<Way> = Vec::new();
@@ -163,14 +163,14 @@ pub(super) fn want(lanes: &[Lane<'_>], index: usize, position: u32) -> Want {
 }
 
 /// Removes from `rests` what the kernel says is resident, if a sample says that asking pays.
-fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
+fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) {
     let candidates: Vec<(usize, u32)> = rests
         .iter()
         .filter(|rest| lanes[rest.lane].belief == Belief::Pages)
         .flat_map(|rest| rest.missing.iter().map(|&position| (rest.lane, position)))
         .collect();
     if candidates.is_empty() {
-        return Ok(());
+        return;
     }
     let resident = |lane: usize, position: u32, states: &mut Vec<u8>| {
         let lane = &lanes[lane];
@@ -188,7 +188,7 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
             .filter(|&&(lane, position)| resident(lane, position, &mut states))
             .count();
         if hits * WORTH < candidates.len().div_ceil(step) {
-            return Ok(());
+            return;
         }
     }
     let retain = |rest: &mut Rest| {
@@ -199,14 +199,11 @@ fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) -> Result<()> {
                 .retain(|&position| !resident(lane, position, &mut states));
         }
     };
-    if candidates.len() < PARALLEL_PROBE || threads::available() == 1 {
-        rests.iter_mut().for_each(retain);
-    } else {
-        threads::compute()?
-            .1
-            .install(|| rests.par_iter_mut().for_each(retain));
+    let shared = candidates.len() >= PARALLEL_PROBE && threads::available() > 1;
+    match shared.then(threads::compute).flatten() {
+        Some(pool) => pool.1.install(|| rests.par_iter_mut().for_each(retain)),
+        None => rests.iter_mut().for_each(retain),
     }
-    Ok(())
 }
 
 /// The engine that reads for `reader`; threads where a ring, once possible, is refused now.

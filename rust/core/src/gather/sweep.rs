@@ -52,10 +52,7 @@ pub(super) fn call(reader: &Reader, rows: usize) -> Option<Crew> {
     let parts = rows.saturating_mul(reader.table().planes.len());
     let mode = reader.mode();
     let copies = (mode.mapped && mode.asked != Io::Mmap) || reader.row_cache().is_active();
-    // An error comes again where the sweep asks for the threads.
-    (parts >= PARALLEL && reader.threads() > 1 && copies)
-        .then(|| crew::call(reader.threads() - 1).ok())
-        .flatten()
+    (parts >= PARALLEL && reader.threads() > 1 && copies).then(|| crew::call(reader.threads() - 1))
 }
 
 /// Sweeps all lanes with the help of `crew`; returns what has to be fetched, empty if every row has
@@ -89,7 +86,7 @@ pub(super) fn sweep(
         }
     };
     let mut checked = started;
-    let crew = crew.map_or_else(|| crew::call(threads - 1), Ok)?;
+    let crew = crew.unwrap_or_else(|| crew::call(threads - 1));
     crew.run(tasks.len(), &work, || control.check(&mut checked))?;
     let mut rests = rests.into_inner().unwrap_or_else(PoisonError::into_inner);
     // Threads finish in any order; the plan sorts, but reports and errors should not depend on it.

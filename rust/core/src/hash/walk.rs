@@ -85,7 +85,9 @@ pub(super) fn ids<R: Rule>(
         return part(rule, policy, step, 0..tokens, out);
     }
     let share = tokens.div_ceil(shares);
-    let pool = threads::compute()?;
+    let Some(pool) = threads::compute() else {
+        return part(rule, policy, step, 0..tokens, out);
+    };
     let parts: Vec<Result<()>> = pool.1.install(|| {
         out.par_chunks_mut(share * heads)
             .enumerate()
