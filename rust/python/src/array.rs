@@ -63,26 +63,22 @@ impl<'a> Pair<'a> {
         ids: &'a Bound<'_, PyAny>,
         out: &'a Bound<'_, PyAny>,
         row_bytes: usize,
-    ) -> Option<Self> {
+    ) -> PyResult<Option<Self>> {
         let numpy = Numpy::get(ids.py())?;
-        let pair = Self {
-            ids: numpy.array(ids)?,
-            out: numpy.array(out)?,
-        };
-        let (places, row) = pair
-            .out
-            .shape()
-            .split_last()
-            .map(|(row, places)| (places, *row))?;
-        let ready = pair.ids.is_of(&numpy.int64)
-            && pair.out.is_of(&numpy.uint8)
-            && pair.ids.is_contiguous()
-            && pair.out.is_contiguous()
-            && pair.out.is_writable()
-            && row == row_bytes
-            && !places.is_empty()
-            && places == pair.ids.shape();
-        ready.then_some(pair)
+        let pair = numpy.and_then(|numpy| {
+            let (ids, out) = (numpy.array(ids)?, numpy.array(out)?);
+            let (row, places) = out.shape().split_last()?;
+            let ready = ids.is_of(&numpy.int64)
+                && out.is_of(&numpy.uint8)
+                && ids.is_contiguous()
+                && out.is_contiguous()
+                && out.is_writable()
+                && *row == row_bytes
+                && !places.is_empty()
+                && places == ids.shape();
+            ready.then_some(Self { ids, out })
+        });
+        Ok(pair)
     }
 
     /// How many ids there are.
@@ -126,12 +122,10 @@ impl<'a> Pair<'a> {
 
 impl Numpy {
     /// `None` where arrays are not what this file takes them for.
-    fn get(py: Python<'_>) -> Option<&Self> {
+    fn get(py: Python<'_>) -> PyResult<Option<&Self>> {
         static NUMPY: PyOnceLock<Option<Numpy>> = PyOnceLock::new();
-        // An exception, such as that of an interrupt, is left for the caller's other way to meet.
-        NUMPY
-            .get_or_init(py, || Self::proven(py).ok().flatten())
-            .as_ref()
+        let numpy = NUMPY.get_or_try_init(py, || Self::proven(py))?;
+        Ok(numpy.as_ref())
     }
 
     #[cold]
@@ -180,13 +174,14 @@ impl Numpy {
     /// The array that `object` is, if it is one of numpy's own class.
     #[inline]
     fn array<'a>(&self, object: &'a Bound<'_, PyAny>) -> Option<Array<'a>> {
-        let plain = object.get_type_ptr() == self.array.as_ptr().cast();
+        if object.get_type_ptr() != self.array.as_ptr().cast() {
+            return None;
+        }
         // SAFETY: an object whose class is `ndarray` itself begins with these fields: numpy's C
         // interface says so, and `proven` saw it. It is alive while the borrowed `object` is. The
         // fields change only with the interpreter held, which is held while the reference is used.
-        plain.then(|| Array {
-            fields: unsafe { &*object.as_ptr().cast::<Fields>() },
-        })
+        let fields = unsafe { &*object.as_ptr().cast::<Fields>() };
+        Some(Array { fields })
     }
 }
 

@@ -180,9 +180,9 @@ impl Reader {
         if pad_id.is_some_and(|pad_id| !pad_id.is_exact_instance_of::<PyInt>()) {
             return Ok(false);
         }
-        let pad_id = pad_id.map(|pad_id| pad_id.extract()).transpose()?;
+        let pad_id = pad_id.map(PyAnyMethods::extract).transpose()?;
         let row_bytes = own.plane_bytes.iter().sum();
-        let Some(pair) = Pair::new(ids, out, row_bytes) else {
+        let Some(pair) = Pair::new(ids, out, row_bytes)? else {
             return Ok(false);
         };
         let interrupts = Interrupts::new(py, timeout)?;
