@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, cast, overload
 
 from engram import _engram
 from engram._arguments import path_text
@@ -12,7 +12,7 @@ from engram._dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy as np
 
@@ -40,7 +40,7 @@ class PieceInfo(NamedTuple):
 
 
 # What `PieceInfo._make` does, without a call of Python for each.
-_piece = partial(tuple.__new__, PieceInfo)
+_piece: Callable[[Any], PieceInfo] = partial(cast("Any", tuple).__new__, PieceInfo)
 
 
 @dataclass(frozen=True, slots=True)
