@@ -134,6 +134,10 @@ bench: $(BENCH) $(BENCH_NEEDS) ## Run the benchmarks; BENCHES="warm hash" choose
 bench-budget: $(BENCH) $(BENCH_NEEDS) ## Serve text in a sixteenth of the table's memory, by rows or pages (half an hour).
 	$(BIN)/python benches/budget.py $(BENCH_ARGS)
 
+.PHONY: endure
+endure: $(BENCH) $(BENCH_NEEDS) ## Keep a cache of rows to its budget for two hours; BENCH_ARGS="--seconds 600".
+	$(BIN)/python benches/endure.py $(BENCH_ARGS)
+
 .PHONY: wheel
 wheel: $(VENV)/.tools $(VENV)/.audit ## Build the wheel into dist/, audit it, and try it without torch.
 	rm -f dist/*.whl

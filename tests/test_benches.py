@@ -430,3 +430,11 @@ def test_storage(directory):
     assert places["shared"]["shared_bytes"] >= places["shared"]["nbytes"]["shared"]
     assert places["file"]["nbytes"]["pinned"] == 0
     assert set(places) <= methods(document, rows=4096)
+
+
+def test_a_cache_is_held_to_its_budget(directory):
+    given = ["--size", "16MiB", "--budget", "2MiB", "--seconds", "3", "--pause", "0.02"]
+    told = run("endure", directory, *given)
+    assert told.returncode == 0, told.stderr + told.stdout
+    assert "rows checked, 0 wrong" in told.stdout
+    assert "most beside the budget" in told.stdout
