@@ -252,15 +252,24 @@ def test_collapsing_ends_in_time_and_holds_nobody_up(checkpoint, monkeypatch):
 
 
 @pytest.mark.case("M11")
-def test_memory_that_cannot_be_prefaulted_is_loaded_all_the_same(checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        OSError(12, "Cannot allocate memory"),
+        # What the native half makes of that errno.
+        MemoryError("Cannot allocate memory (os error 12)"),
+    ],
+    ids=["OSError", "MemoryError"],
+)
+def test_memory_that_cannot_be_prefaulted_is_loaded_all_the_same(checkpoint, monkeypatch, refusal):
     info = checkpoint()
 
     class Full(Recorder):
         def prefault(self, offset, nbytes):
-            raise OSError(12, "Cannot allocate memory")
+            raise refusal
 
         def collapse(self, offset, nbytes):
-            raise OSError(12, "Cannot allocate memory")
+            raise refusal
 
     monkeypatch.setattr(hosted, "HostBuffer", Full)
     monkeypatch.setattr(hugepages, "coverage", lambda buffer: 0.25)

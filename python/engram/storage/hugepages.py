@@ -40,6 +40,11 @@ def _slices(nbytes: int) -> list[tuple[int, int]]:
     return [(start, min(SLICE_BYTES, nbytes - start)) for start in range(0, nbytes, SLICE_BYTES)]
 
 
+def _words(error: OSError | MemoryError) -> str:
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return strerror or str(error)
+
+
 def prefault(
     buffer: HostBuffer, threads: int, progress: Callable[[int, int], Any] | None = None
 ) -> str | None:
@@ -65,9 +70,9 @@ def prefault(
             for finished in as_completed(pending):
                 try:
                     finished.result()
-                except OSError as error:
+                except (OSError, MemoryError) as error:
                     pool.shutdown(wait=True, cancel_futures=True)
-                    return f"prefaulting: {error.strerror or error}"
+                    return f"prefaulting: {_words(error)}"
                 done += pending[finished]
                 if progress is not None:
                     progress(done, buffer.capacity)
@@ -90,8 +95,9 @@ def collapse(buffer: HostBuffer, seconds: float = COLLAPSE_SECONDS) -> str | Non
             return f"{seconds:g} s were not enough"
         try:
             buffer.collapse(start, length)
-        except OSError as error:
-            refused = error.strerror or str(error)
+        # A MemoryError says that no huge page is free, and nothing of ordinary ones.
+        except (OSError, MemoryError) as error:
+            refused = _words(error)
     return refused
 
 

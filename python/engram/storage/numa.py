@@ -75,10 +75,11 @@ def place(buffer: HostBuffer, nodes: list[int]) -> bool:
         return False
     try:
         buffer.place(nodes, len(nodes) > 1)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
+        words = error.strerror if isinstance(error, OSError) else None
         _warn_once(
             f"memory placement on node {', '.join(map(str, nodes))} was refused: mbind: "
-            f"{error.strerror or error}. In a container, the capability CAP_SYS_NICE or a seccomp "
+            f"{words or error}. In a container, the capability CAP_SYS_NICE or a seccomp "
             "profile that allows mbind permits it; the table is served from wherever its pages "
             "land"
         )
