@@ -27,8 +27,11 @@ DRAWN = {"budget": "Hit rates over memory, and speeds of each contender"}
 WITHOUT_OPTIONS = {"hash"}
 """Benchmarks that read no checkpoint, draw no plot, and take none of the common options."""
 
-BUSY = 1.0
-"""Processes wanting to run, in the mean of the last minute, that make a figure doubtful."""
+BUSY = 1.5
+"""Processes wanting to run, in the mean of the last minute, that make a figure doubtful.
+
+A benchmark that ran just before counts as one.
+"""
 
 
 def run(name: str, options: list[str], plot: Path) -> tuple[str, str]:
