@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from engram import _engram
@@ -57,7 +56,7 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     paths: list[Any] = [given] if one else list(cast("Iterable[Any]", given))
     named = [path_text(path) for path in paths]
     for path in named:
-        if Path(path).is_dir():
+        if os.path.isdir(path):  # noqa: PTH112 - pathlib is a seventh of importing engram
             said = "this is a directory: pass the files in it, such as FileGather.files"
             raise placed(IsADirectoryError(errno.EISDIR, said, path), path=path)
     return _engram.drop_cache(named)
