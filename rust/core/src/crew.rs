@@ -6,8 +6,8 @@
 //! itself and helpers take some off it: when the last task has been taken, only helpers in the
 //! middle of one are waited for. (4,096 warm rows with both cores busy: 1.5 ms scoped.)
 //!
-//! A thread that sleeps takes 50 us to come, a fifth of such a call, so helpers may be called before
-//! the tasks are known; who comes early waits a little, and leaves if nothing is to be done.
+//! A thread that sleeps takes a good part of such a call to come, so helpers may be called before the
+//! tasks are known; who comes early waits a little, and leaves if nothing is to be done.
 #![expect(
     unsafe_code,
     reason = "helpers call a closure that borrows from the caller's stack"
@@ -27,9 +27,9 @@ const SPINS: usize = 1000;
 /// Looks for the tasks between two offers of the core.
 const SPINS_EARLY: usize = 64;
 
-/// Added to the number of the next task when no more are to be given out: beyond any number of tasks,
-/// and may be added twice.
-const NO_MORE: usize = usize::MAX / 4;
+/// The number of the next task, at least, when no more are to be given out: beyond any number of
+/// tasks, and too far from the end for those who still ask to count up to it.
+const NO_MORE: usize = usize::MAX / 2;
 
 /// A helper that came early waits this long for the tasks.
 const PATIENCE: Duration = Duration::from_micros(200);
@@ -87,7 +87,8 @@ impl Shared {
     /// Gives out no more tasks.
     fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
-        self.next.fetch_add(NO_MORE, Ordering::SeqCst);
+        // Not added: every helper that panics stops, and sums would come round to tasks again.
+        self.next.fetch_max(NO_MORE, Ordering::SeqCst);
     }
 
     /// Waits a little for the tasks to be known.
@@ -128,7 +129,7 @@ impl Shared {
 }
 
 /// Helpers that have been called, for one [`Crew::run`].
-pub(crate) struct Crew(Option<Arc<Shared>>);
+pub(crate) struct Crew(Arc<Shared>);
 
 /// Calls up to `helpers` threads of the process's pool; nobody where threads cannot be started.
 pub(crate) fn call(helpers: usize) -> Crew {
@@ -148,14 +149,12 @@ pub(crate) fn call(helpers: usize) -> Crew {
             pool.1.spawn(move || shared.help());
         }
     }
-    Crew(Some(shared))
+    Crew(shared)
 }
 
 impl Drop for Crew {
     fn drop(&mut self) {
-        if let Some(shared) = &self.0 {
-            shared.stop();
-        }
+        self.0.stop();
     }
 }
 
@@ -174,15 +173,13 @@ pub(crate) fn run(
 impl Crew {
     /// As [`run`], with the helpers that were called.
     pub(crate) fn run(
-        mut self,
+        self,
         tasks: usize,
         work: &(dyn Fn(usize) + Sync),
         mut between: impl FnMut() -> Result<()>,
     ) -> Result<()> {
-        let Some(shared) = self.0.take() else {
-            return Ok(());
-        };
-        let waiting = WaitForHelpers(&shared);
+        let shared = &*self.0;
+        let waiting = WaitForHelpers(shared);
         #[expect(
             clippy::transmute_ptr_to_ptr,
             reason = "a cast cannot extend the lifetime of a trait object"
@@ -325,6 +322,17 @@ mod tests {
             seen,
             "nobody is inside any more"
         );
+    }
+
+    #[test]
+    fn no_task_is_given_out_again_however_often_the_work_is_stopped() {
+        let crew = call(0);
+        for _ in 0..9 {
+            crew.0.stop();
+            crew.0.stop.store(false, Ordering::Relaxed);
+            assert_eq!(crew.0.enter(1000), None);
+        }
+        assert_eq!(crew.0.inside.load(Ordering::SeqCst), 0);
     }
 
     #[test]
