@@ -3,7 +3,7 @@
 A few threads gather at a modest pace from a table that their memory cannot hold, in a control group
 with room for the budget and little else; half of the ids are asked for again and again, half are
 any. Now and then the budget is halved and given back. What the process has beside the budget is
-looked at all the while and printed once a minute; too much, or a wrong row, ends with status 1.
+looked at all the while and printed once a minute; too much, a wrong row or an error is status 1.
 
     python benches/endure.py [--seconds 7200] [--budget 256MiB] [--threads 2] [--pause 0.2]
 """
@@ -43,9 +43,17 @@ class Work:
         self.table = table
         self.until = until
         self.counts: Counter[str] = Counter()
+        self.failures: list[Exception] = []
+        self.lock = threading.Lock()
         self.hot = np.random.default_rng(0).integers(0, gather.num_rows, HOT_ROWS)
 
     def run(self, seed: int, pause: float) -> None:
+        try:
+            self.gather_until(seed, pause)
+        except Exception as error:
+            self.failures.append(error)
+
+    def gather_until(self, seed: int, pause: float) -> None:
         generator = np.random.default_rng(seed)
         while time.monotonic() < self.until:
             count = int(generator.choice(SIZES))
@@ -56,8 +64,9 @@ class Work:
             ids[again] = self.hot[places[again]]
             rows = self.gather.gather(ids).view(np.uint8).reshape(count, -1)
             right = (rows == self.table.expected(ids)["weight"]).all(axis=1)
-            self.counts["rows"] += count
-            self.counts["wrong"] += count - int(np.count_nonzero(right))
+            with self.lock:
+                self.counts["rows"] += count
+                self.counts["wrong"] += count - int(np.count_nonzero(right))
             time.sleep(pause)
 
 
@@ -117,11 +126,14 @@ def endure(chosen: argparse.Namespace, info, allowed: int) -> int:
                 halved = now
                 gather.resize(chosen.budget // 2)
                 gather.resize(chosen.budget)
-                work.counts["resizes"] += 2
+                with work.lock:
+                    work.counts["resizes"] += 2
             time.sleep(0.5)
     print(f"most beside the budget: {format_bytes(max(most, 0))}, allowed {format_bytes(allowed)}")
     print(f"{work.counts['rows']:,} rows checked, {work.counts['wrong']:,} wrong")
-    return int(most > allowed or work.counts["wrong"] > 0)
+    for error in work.failures:
+        print(f"a thread ended with {type(error).__name__}: {error}")
+    return int(most > allowed or work.counts["wrong"] > 0 or bool(work.failures))
 
 
 if __name__ == "__main__":
