@@ -56,7 +56,7 @@ def drop_cache(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     paths: list[Any] = [given] if one else list(cast("Iterable[Any]", given))
     named = [path_text(path) for path in paths]
     for path in named:
-        if os.path.isdir(path):  # noqa: PTH112 - pathlib is a seventh of importing engram
+        if os.path.isdir(path):  # noqa: PTH112 - pathlib takes milliseconds to import
             said = "this is a directory: pass the files in it, such as FileGather.files"
             raise placed(IsADirectoryError(errno.EISDIR, said, path), path=path)
     return _engram.drop_cache(named)

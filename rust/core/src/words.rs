@@ -1,7 +1,6 @@
 //! Many words that begin as zeros, most of which nobody ever writes.
 //!
-//! Clearing memory means touching it: a megabyte and a half of page bits, all of them zero, cost a
-//! quarter of the time of opening a large table. Memory fresh from the kernel is zero already, and a
+//! Clearing memory means touching it, and a large table has a megabyte and a half of page bits. Memory fresh from the kernel is zero already, and a
 //! page of it is there once it is used.
 #![expect(
     unsafe_code,
