@@ -32,16 +32,21 @@ def path_text(path: Any) -> str:
     return text
 
 
+def _integer(value: Any) -> int | None:
+    """An integer of any kind, True and False aside; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def whole_number(name: str, value: Any, *, least: int = 1) -> int:
     """An integer of at least `least` that the native half can hold.
 
     Raises:
         ValueError: Anything else; `name` says which argument it was.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = _integer(value)
     if number is None:
         raise placed(ValueError(f"{name}={value!r} must be an integer"))
     if not least <= number <= sys.maxsize:
@@ -63,10 +68,7 @@ def table_argument(table: Any) -> str | int | None:
     """
     if table is None or isinstance(table, str):
         return table
-    try:
-        place = None if isinstance(table, bool) else operator.index(table)
-    except TypeError:
-        place = None
+    place = _integer(table)
     if place is None:
         raise placed(TypeError(f"table must be a name, an int or None, not {type(table).__name__}"))
     if place < 0:
@@ -94,10 +96,7 @@ def pad_argument(pad_id: Any) -> int | None:
     """
     if pad_id is None or type(pad_id) is int:
         return pad_id
-    try:
-        number = None if isinstance(pad_id, bool) else operator.index(pad_id)
-    except TypeError:
-        number = None
+    number = _integer(pad_id)
     if number is None:
         raise placed(TypeError(f"pad_id={pad_id!r} must be an integer or None"))
     return number
