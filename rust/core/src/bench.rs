@@ -50,17 +50,17 @@ pub fn copy(
     let pool = threads::compute().ok_or_else(|| Error::value("cannot start copy threads"))?;
     let started = Instant::now();
     if thread_count == 1 {
-        copy::copy_rows(&addresses, sink, 0);
+        copy::copy_rows(&addresses, addresses.len(), sink, 0);
         return Ok(started.elapsed());
     }
     pool.1.in_place_scope(|scope| {
         let mut parts = addresses.chunks(part).enumerate();
         let first = parts.next();
         for (index, rows) in parts {
-            scope.spawn(move |_| copy::copy_rows(rows, sink, index * part));
+            scope.spawn(move |_| copy::copy_rows(rows, rows.len(), sink, index * part));
         }
         if let Some((_, rows)) = first {
-            copy::copy_rows(rows, sink, 0);
+            copy::copy_rows(rows, rows.len(), sink, 0);
         }
     });
     Ok(started.elapsed())

@@ -59,27 +59,38 @@ fn copy_row_of<const BYTES: usize>(row: RowAddress<'_>, sink: &PlaneSink<'_>, po
     unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), sink.row(position), bytes) };
 }
 
-/// Copies `rows` into consecutive positions of `sink` from `first` on.
+/// Copies the first `count` of `rows` into consecutive positions of `sink` from `first` on. Those
+/// after them are copied next, and are looked ahead to.
 #[inline]
-pub(crate) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
+pub(crate) fn copy_rows(
+    rows: &[RowAddress<'_>],
+    count: usize,
+    sink: &PlaneSink<'_>,
+    first: usize,
+) {
     match sink.row_bytes() {
-        8 => return copy_rows_of::<8>(rows, sink, first),
-        10 => return copy_rows_of::<10>(rows, sink, first),
+        8 => return copy_rows_of::<8>(rows, count, sink, first),
+        10 => return copy_rows_of::<10>(rows, count, sink, first),
         _ => {}
     }
     #[cfg(target_arch = "x86_64")]
-    if wide::copy_rows(rows, sink, first) {
+    if wide::copy_rows(rows, count, sink, first) {
         return;
     }
     match sink.row_bytes() {
-        80 => copy_rows_of::<80>(rows, sink, first),
-        _ => copy_rows_of::<ANY>(rows, sink, first),
+        80 => copy_rows_of::<80>(rows, count, sink, first),
+        _ => copy_rows_of::<ANY>(rows, count, sink, first),
     }
 }
 
 #[inline(always)]
-fn copy_rows_of<const BYTES: usize>(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) {
-    for (index, row) in rows.iter().enumerate() {
+fn copy_rows_of<const BYTES: usize>(
+    rows: &[RowAddress<'_>],
+    count: usize,
+    sink: &PlaneSink<'_>,
+    first: usize,
+) {
+    for (index, row) in rows[..count].iter().enumerate() {
         if let Some(next) = rows.get(index + AHEAD) {
             next.load_soon(sink.row_bytes());
         }
@@ -108,7 +119,12 @@ mod wide {
     /// processor has such registers and does not slow down when they are used. (The first
     /// generation that has them does; VBMI2 came with the next.)
     #[inline]
-    pub(super) fn copy_rows(rows: &[RowAddress<'_>], sink: &PlaneSink<'_>, first: usize) -> bool {
+    pub(super) fn copy_rows(
+        rows: &[RowAddress<'_>],
+        count: usize,
+        sink: &PlaneSink<'_>,
+        first: usize,
+    ) -> bool {
         if sink.row_bytes() < WIDTH
             || !is_x86_feature_detected!("avx512f")
             || !is_x86_feature_detected!("avx512vbmi2")
@@ -118,14 +134,14 @@ mod wide {
         // SAFETY: the processor has AVX-512F.
         unsafe {
             match sink.row_bytes().div_ceil(WIDTH) {
-                1 => copy_rows_of::<1>(rows, sink, first),
-                2 => copy_rows_of::<2>(rows, sink, first),
-                3 => copy_rows_of::<3>(rows, sink, first),
-                4 => copy_rows_of::<4>(rows, sink, first),
-                5 => copy_rows_of::<5>(rows, sink, first),
-                6 => copy_rows_of::<6>(rows, sink, first),
-                7 => copy_rows_of::<7>(rows, sink, first),
-                8 => copy_rows_of::<8>(rows, sink, first),
+                1 => copy_rows_of::<1>(rows, count, sink, first),
+                2 => copy_rows_of::<2>(rows, count, sink, first),
+                3 => copy_rows_of::<3>(rows, count, sink, first),
+                4 => copy_rows_of::<4>(rows, count, sink, first),
+                5 => copy_rows_of::<5>(rows, count, sink, first),
+                6 => copy_rows_of::<6>(rows, count, sink, first),
+                7 => copy_rows_of::<7>(rows, count, sink, first),
+                8 => copy_rows_of::<8>(rows, count, sink, first),
                 _ => return false,
             }
         }
@@ -137,12 +153,13 @@ mod wide {
     #[target_feature(enable = "avx512f")]
     fn copy_rows_of<const REGISTERS: usize>(
         rows: &[RowAddress<'_>],
+        count: usize,
         sink: &PlaneSink<'_>,
         first: usize,
     ) {
         let bytes = sink.row_bytes();
         assert!(bytes >= WIDTH && bytes.div_ceil(WIDTH) == REGISTERS);
-        for (index, row) in rows.iter().enumerate() {
+        for (index, row) in rows[..count].iter().enumerate() {
             if let Some(next) = rows.get(index + AHEAD) {
                 next.load_soon(bytes);
             }
@@ -186,7 +203,7 @@ mod tests {
             let stride = row_bytes + 1;
             let mut out = vec![7; stride * 4];
             let sink = PlaneSink::new(&mut out, 0, stride, row_bytes, 4).unwrap();
-            copy_rows(&rows, &sink, 0);
+            copy_rows(&rows, rows.len(), &sink, 0);
             for (index, &offset) in offsets.iter().enumerate() {
                 let offset = offset as usize;
                 assert_eq!(

@@ -9,22 +9,22 @@
 )]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::file::OpenFile;
 use crate::map::{RowAddress, Window};
-use crate::residency::Residency;
+use crate::residency::{self, Residency};
 use crate::table::Plane;
 
 /// One piece of a plane.
 #[derive(Debug)]
 struct Cut {
     first_row: u64,
-    rows: u64,
+    window: Window,
     /// Index into the reader's files.
     file: usize,
     /// Byte offset of the piece in its file.
     offset: u64,
-    window: Window,
     residency: Arc<Residency>,
 }
 
@@ -34,6 +34,8 @@ pub(crate) struct Cuts {
     pieces: Vec<Cut>,
     reciprocal: u64,
     row_bytes: usize,
+    /// All pages were believed resident when so many beliefs had been given up.
+    whole: AtomicU64,
 }
 
 /// A row's address, and whether its pages are believed resident.
@@ -52,48 +54,70 @@ impl Cuts {
             .iter()
             .map(|piece| {
                 let file = &files[piece.file];
-                let window = Window::new(
-                    file.map().ok()?,
-                    piece.offset,
-                    piece.rows * row_bytes as u64,
-                )?;
+                let window = Window::new(file.map().ok()?, piece.offset, piece.rows, row_bytes)?;
                 Some(Cut {
                     first_row: piece.first_row,
-                    rows: piece.rows,
+                    window,
                     file: piece.file,
                     offset: piece.offset,
-                    window,
                     residency: Arc::clone(file.residency()),
                 })
             })
             .collect::<Option<Vec<_>>>()?;
-        Some(Self {
+        let cuts = Self {
             pieces,
             reciprocal: plane.reciprocal(),
             row_bytes,
-        })
+            whole: AtomicU64::new(u64::MAX),
+        };
+        cuts.look();
+        Some(cuts)
     }
 
-    /// The piece that row `id` lies in, which must be a row of the table.
+    /// Looks whether all rows are believed resident, for [`Cuts::is_whole`].
+    pub(crate) fn look(&self) {
+        // Counted before: what is given up meanwhile makes the answer a thing of the past.
+        let given_up = residency::given_up();
+        let whole = self.pieces.iter().all(|cut| {
+            let bytes = cut.window.rows() * self.row_bytes as u64;
+            cut.residency.contains_all(cut.offset, bytes)
+        });
+        let answer = if whole { given_up } else { u64::MAX };
+        self.whole.store(answer, Ordering::Relaxed);
+    }
+
+    /// Whether all rows are known to be believed resident.
+    #[inline]
+    pub(crate) fn is_whole(&self) -> bool {
+        self.whole.load(Ordering::Relaxed) == residency::given_up()
+    }
+
+    /// The piece that row `id` lies in, which must be a row of the table, and the row's address.
     #[inline(always)]
-    fn piece(&self, id: u64) -> &Cut {
+    fn place(&self, id: u64) -> (&Cut, RowAddress<'_>) {
         let guess = (u128::from(id) * u128::from(self.reciprocal)) >> 64;
         #[expect(
             clippy::cast_possible_truncation,
             reason = "at most the number of pieces"
         )]
         let cut = &self.pieces[(guess as usize).min(self.pieces.len() - 1)];
-        if id.wrapping_sub(cut.first_row) < cut.rows {
-            cut
-        } else {
-            self.search(id)
+        match cut.window.row(id.wrapping_sub(cut.first_row)) {
+            Some(address) => (cut, address),
+            None => self.search(id),
         }
+    }
+
+    #[cold]
+    fn search(&self, id: u64) -> (&Cut, RowAddress<'_>) {
+        let cut = &self.pieces[self.pieces.partition_point(|cut| cut.first_row <= id) - 1];
+        let address = cut.window.row(id - cut.first_row);
+        (cut, address.expect("a row of the table"))
     }
 
     /// Index of the file that row `id` lies in, which must be a row of the table.
     #[inline(always)]
     pub(crate) fn file_of(&self, id: i64) -> usize {
-        self.piece(id.cast_unsigned()).file
+        self.place(id.cast_unsigned()).0.file
     }
 
     /// Indices of the files of all pieces.
@@ -101,25 +125,21 @@ impl Cuts {
         self.pieces.iter().map(|cut| cut.file)
     }
 
+    /// Address of row `id`, which must lie in the table.
+    #[inline(always)]
+    pub(crate) fn address(&self, id: i64) -> RowAddress<'_> {
+        self.place(id.cast_unsigned()).1
+    }
+
     /// Finds row `id`, which must lie in the table.
     #[inline(always)]
     pub(crate) fn find(&self, id: i64) -> Found<'_> {
         let id = id.cast_unsigned();
-        let cut = self.piece(id);
+        let (cut, address) = self.place(id);
         let within = (id - cut.first_row) * self.row_bytes as u64;
         let believed = cut
             .residency
             .contains(cut.offset + within, self.row_bytes as u64);
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "below the length of the window, a usize"
-        )]
-        let address = cut.window.row(within as usize, self.row_bytes);
         Found { address, believed }
-    }
-
-    #[cold]
-    fn search(&self, id: u64) -> &Cut {
-        &self.pieces[self.pieces.partition_point(|cut| cut.first_row <= id) - 1]
     }
 }

@@ -207,7 +207,7 @@ impl Hosted {
                     }
                 }
                 if all {
-                    copy::copy_rows(&addresses[..block.len()], sink, position);
+                    copy::copy_rows(&addresses[..block.len()], block.len(), sink, position);
                 } else {
                     for (offset, &id) in block.iter().enumerate() {
                         match self.row(plane, id, pad_id) {

@@ -32,11 +32,12 @@ pub struct Map {
     map: MmapRaw,
 }
 
-/// A range of a mapping, kept alive: rows inside it are found with one addition.
+/// Rows of a mapping, kept alive: they are found with one multiplication.
 #[derive(Debug, Clone)]
 pub struct Window {
     address: *const u8,
-    len: usize,
+    rows: u64,
+    row_bytes: usize,
     map: Arc<Map>,
 }
 
@@ -47,16 +48,18 @@ unsafe impl Send for Window {}
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// The `len` bytes of `map` from `offset` on; `None` if they do not all lie in it.
-    pub fn new(map: &Arc<Map>, offset: u64, len: u64) -> Option<Self> {
+    /// `rows` rows of `row_bytes` bytes, one after another in `map` from `offset` on; `None` if they
+    /// do not all lie in it.
+    pub fn new(map: &Arc<Map>, offset: u64, rows: u64, row_bytes: usize) -> Option<Self> {
         let offset = usize::try_from(offset).ok()?;
-        let len = usize::try_from(len).ok()?;
+        let len = usize::try_from(rows.checked_mul(row_bytes as u64)?).ok()?;
         if offset > map.len() || len > map.len() - offset {
             return None;
         }
         Some(Self {
             address: map.map.as_ptr().wrapping_add(offset),
-            len,
+            rows,
+            row_bytes,
             map: Arc::clone(map),
         })
     }
@@ -66,17 +69,22 @@ impl Window {
         &self.map
     }
 
-    /// Address of the `len` bytes at `offset` of the window, which must lie inside it.
+    /// Rows in the window.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Address of row `index` of the window; `None` if it has no such row.
     #[inline(always)]
-    pub fn row(&self, offset: usize, len: usize) -> RowAddress<'_> {
-        assert!(
-            offset <= self.len && len <= self.len - offset,
-            "row inside its window"
-        );
-        RowAddress {
-            address: self.address.wrapping_add(offset),
+    pub fn row(&self, index: u64) -> Option<RowAddress<'_>> {
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "all rows together are of so many bytes as a usize can count"
+        )]
+        (index < self.rows).then(|| RowAddress {
+            address: self.address.wrapping_add(index as usize * self.row_bytes),
             map: PhantomData,
-        }
+        })
     }
 }
 
@@ -98,6 +106,15 @@ impl RowAddress<'_> {
     #[inline(always)]
     pub(crate) fn as_ptr(self) -> *const u8 {
         self.address
+    }
+
+    /// A row of zeros; `None` for a long one.
+    pub(crate) fn zeros(len: usize) -> Option<RowAddress<'static>> {
+        static ZEROS: [u8; 8192] = [0; 8192];
+        (len <= ZEROS.len()).then_some(RowAddress {
+            address: ZEROS.as_ptr(),
+            map: PhantomData,
+        })
     }
 
     /// Placeholder for unused places of a block.
@@ -191,6 +208,12 @@ impl Map {
     /// The kernel's default for faults and reclaim.
     pub fn advise_normal(&self) -> io::Result<()> {
         self.map.advise(Advice::Normal)
+    }
+
+    /// Faults fill pages of 2 MiB, where the filesystem can. `EINVAL` where the kernel has none.
+    pub fn advise_large_pages(&self) -> io::Result<()> {
+        let advice = system::HUGE_PAGES.ok_or(io::ErrorKind::Unsupported)?;
+        self.map.advise(advice)
     }
 
     /// Fills the page tables for `bytes` with whatever is in the page cache, reading what is not.

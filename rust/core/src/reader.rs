@@ -323,6 +323,13 @@ impl Reader {
         self.cuts.get(plane)
     }
 
+    /// Looks whether all rows of a plane are believed resident by now.
+    pub(crate) fn look_at_belief(&self) {
+        for cuts in &self.cuts {
+            cuts.look();
+        }
+    }
+
     /// What runs.
     pub fn mode(&self) -> &Mode {
         &self.mode

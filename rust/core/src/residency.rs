@@ -15,6 +15,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::words::Words;
 
+/// Beliefs given up in this process, of any file: what was believed of many pages together still is
+/// while this stays the same.
+static GIVEN_UP: AtomicU64 = AtomicU64::new(0);
+
+/// A number that changes whenever a belief is given up.
+#[inline]
+pub(crate) fn given_up() -> u64 {
+    GIVEN_UP.load(Ordering::Acquire)
+}
+
 /// Bits of word `index` that stand for nothing, where there are `count` bits in all.
 fn beyond(index: usize, count: u64) -> u64 {
     match count.saturating_sub(index as u64 * 64) {
@@ -102,6 +112,25 @@ impl Residency {
         pages.into_iter().all(|page| Self::bit(&self.words, page))
     }
 
+    /// Whether every page of `[offset, offset + len)` is believed resident, for many pages.
+    pub fn contains_all(&self, offset: u64, len: u64) -> bool {
+        let pages = self.pages_of(offset, len);
+        let mut page = pages.start;
+        while page < pages.end {
+            let (word, vast) = (page >> 6, page >> 12);
+            page = if Self::bit(&self.vast, vast) {
+                (vast + 1) << 12
+            } else if Self::bit(&self.full, word) {
+                (word + 1) << 6
+            } else if Self::bit(&self.words, page) {
+                page + 1
+            } else {
+                return false;
+            };
+        }
+        true
+    }
+
     /// Notes that `pages` are in memory.
     pub fn set(&self, pages: Range<u64>) {
         self.for_words(pages.clone(), |index, word, mask| {
@@ -151,6 +180,7 @@ impl Residency {
                 self.vast[index / 4096].fetch_and(!(1 << (index / 64 % 64)), Ordering::Relaxed);
                 self.full[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Relaxed);
                 word.fetch_and(!mask, Ordering::Relaxed);
+                GIVEN_UP.fetch_add(1, Ordering::Release);
             }
         });
     }

@@ -1,5 +1,6 @@
 //! Making a table resident, and saying how much of it is.
 
+use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
@@ -8,11 +9,16 @@ use crate::cgroup;
 use crate::error::{Error, Result};
 use crate::file::OpenFile;
 use crate::gather::Control;
+use crate::map::Map;
 use crate::reader::{Advice, Reader};
 
 /// Bytes read in one call while prewarming: large enough for the device's best rate, small enough
 /// to report progress and to stop soon.
 const STEP: u64 = 4 << 20;
+
+/// Bytes of a large page: a table that is mapped by such needs so many fewer entries that finding
+/// the memory behind a row no longer takes as long as reading it.
+const LARGE_PAGE: u64 = 2 << 20;
 
 /// Pages asked about in one call: 1 GiB, answered in some milliseconds.
 const PROBE: u64 = 1 << 18;
@@ -96,8 +102,8 @@ fn room(available: u64) -> u64 {
     available.saturating_sub(available / 64 + 2 * STEP)
 }
 
-/// Reads up to `max_bytes` of the table sequentially into the page cache, fills the mapping's page
-/// tables and notes the pages as resident. In any case it stops where the machine's or the control
+/// Reads up to `max_bytes` of the table sequentially into the page cache, in large pages where the
+/// filesystem has them, fills the mapping's page tables and notes the pages as resident. In any case it stops where the machine's or the control
 /// group's memory would have to give something else up: that might be what was read first.
 ///
 /// `progress` is called with bytes done and bytes to do; an error from it stops the work and keeps
@@ -129,7 +135,76 @@ pub fn prewarm(
         }
         outcome.map_err(|error| error.in_table(&reader.table().name))?;
     }
+    reader.look_at_belief();
     Ok(done)
+}
+
+/// Reads a range of a file into the page cache.
+struct Pull<'a> {
+    file: &'a OpenFile,
+    sequential: File,
+    /// A mapping through which large pages are filled whole, and the bytes that consist of such.
+    large: Option<(Map, Range<u64>)>,
+}
+
+impl<'a> Pull<'a> {
+    fn new(file: &'a OpenFile, bytes: &Range<u64>) -> Result<Self> {
+        let whole = bytes.start.next_multiple_of(LARGE_PAGE)..bytes.end / LARGE_PAGE * LARGE_PAGE;
+        let sequential = file.reopen()?;
+        let large = (file.map().is_ok() && whole.start < whole.end)
+            .then(|| Map::for_queries(&sequential, file.len()).ok())
+            .flatten()
+            .filter(|map| map.advise_large_pages().is_ok())
+            .map(|map| (map, whole));
+        Ok(Self {
+            file,
+            sequential,
+            large,
+        })
+    }
+
+    /// Reads the beginning of `bytes`, up to [`STEP`]; returns how much.
+    fn next(&mut self, bytes: Range<u64>, slot: &mut HostBuffer) -> Result<u64> {
+        if let Some((map, whole)) = &self.large {
+            let end = bytes.end.min(whole.end).min(bytes.start + STEP);
+            if whole.contains(&bytes.start) && end % LARGE_PAGE == 0 {
+                let range = usize::try_from(bytes.start).and_then(|start| {
+                    let end = usize::try_from(end)?;
+                    Ok(start..end)
+                });
+                // What cannot be had in this way is read, which also tells why it cannot.
+                if let Ok(range) = range
+                    && map.populate(range.clone()).is_ok()
+                {
+                    let _ = map.trim(range);
+                    return Ok(end - bytes.start);
+                }
+                self.large = None;
+            }
+        }
+        let mut length = STEP.min(bytes.end - bytes.start);
+        if let Some((_, whole)) = &self.large
+            && bytes.start < whole.start
+        {
+            length = length.min(whole.start - bytes.start);
+        }
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let refuse = |error: std::io::Error| {
+            Error::io("cannot prewarm", &error, self.file.path()).at_offset(bytes.start)
+        };
+        let place = &mut slot.as_mut_slice()[..length];
+        match self
+            .sequential
+            .read_at(place, bytes.start)
+            .map_err(refuse)?
+        {
+            0 => {
+                let doing = "cannot prewarm: the file ended early";
+                Err(Error::os(doing, libc::EIO, self.file.path()).at_offset(bytes.start))
+            }
+            read => Ok(read as u64),
+        }
+    }
 }
 
 fn prewarm_range(
@@ -142,20 +217,11 @@ fn prewarm_range(
     progress: &mut dyn FnMut(u64, u64) -> Result<()>,
 ) -> Result<()> {
     let file = &reader.files()[index];
-    let sequential = file.reopen()?;
-    let mut offset = bytes.start;
     let end = bytes.end.min(bytes.start + (goal - *done));
+    let mut pull = Pull::new(file, &(bytes.start..end))?;
+    let mut offset = bytes.start;
     while offset < end {
-        let want = STEP.min(end - offset);
-        let length = usize::try_from(want).unwrap_or(usize::MAX);
-        let read = sequential
-            .read_at(&mut slot.as_mut_slice()[..length], offset)
-            .map_err(|error| Error::io("cannot prewarm", &error, file.path()).at_offset(offset))?;
-        if read == 0 {
-            let doing = "cannot prewarm: the file ended early";
-            return Err(Error::os(doing, libc::EIO, file.path()).at_offset(offset));
-        }
-        let next = offset + read as u64;
+        let next = offset + pull.next(offset..end, slot)?;
         if let Ok(map) = file.map() {
             let residency = file.residency();
             let pages = residency.pages_of(offset, next - offset);

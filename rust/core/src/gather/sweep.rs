@@ -15,13 +15,8 @@ use crate::mode::Io;
 use crate::reader::Reader;
 use crate::system;
 
-/// Rows whose addresses are found before any is copied. Long blocks win: the processor overlaps the
-/// memory latencies of the rows it copies, and each block begins and ends with none in flight.
-const BLOCK: usize = 1024;
-
-/// The same for shorter batches, whose addresses then take fewer cache lines.
-const MIDDLE_BLOCK: usize = 256;
-const SHORT_BLOCK: usize = 64;
+/// Rows whose addresses are found at a time, while the memory is at work on those before them.
+const BLOCK: usize = 128;
 
 /// Rows copied between two looks at the clock.
 pub(super) const STRIP: usize = 1024;
@@ -157,6 +152,8 @@ fn sweep_range(
         cuts,
         // Where rows are cached, memory is short: pages come and go.
         verify: verify || lane.keeper.is_some() || lane.reader.verifies(),
+        whole: lane.belief == Belief::All || cuts.is_whole(),
+        zeros: RowAddress::zeros(lane.sink.row_bytes()),
         answers: Vec::new(),
         denied: 0,
         copied: 0,
@@ -168,17 +165,15 @@ fn sweep_range(
     for start in range.clone().step_by(STRIP) {
         let strip = start..(start + STRIP).min(range.end);
         let mut position = strip.start;
-        if sweep.rest.is_none() && !sweep.verify {
-            position = if strip.len() <= SHORT_BLOCK {
-                sweep.copy_believed::<SHORT_BLOCK>(strip.clone())
-            } else if strip.len() <= MIDDLE_BLOCK {
-                sweep.copy_believed::<MIDDLE_BLOCK>(strip.clone())
-            } else {
-                sweep.copy_believed::<BLOCK>(strip.clone())
-            };
-        }
-        if position < strip.end {
-            sweep.sort_out(index, position..strip.end, range.end);
+        while position < strip.end {
+            let mut end = strip.end;
+            if sweep.rest.is_none() && !sweep.verify {
+                position = sweep.copy_believed(position..strip.end);
+                // What it stopped at is dealt with one by one, the rest of the strip need not be.
+                end = (position + BLOCK).min(strip.end);
+            }
+            sweep.sort_out(index, position..end, range.end);
+            position = end;
         }
         if sweep.rest.is_none() {
             // Reading the clock waits for loads in flight, so it is done once per strip.
@@ -207,6 +202,10 @@ struct Sweep<'l> {
     cuts: &'l Cuts,
     /// Ask the kernel before a belief is acted on.
     verify: bool,
+    /// All rows of the lane may be copied.
+    whole: bool,
+    /// What stands for a pad.
+    zeros: Option<RowAddress<'l>>,
     answers: Vec<u8>,
     /// Beliefs the kernel denied.
     denied: usize,
@@ -216,40 +215,84 @@ struct Sweep<'l> {
 
 impl<'l> Sweep<'l> {
     /// Copies blocks as long as all their rows are believed resident; returns where it stopped.
+    ///
+    /// Rows are found before the rows ahead of them are copied, so that no copy is without rows to
+    /// look ahead to.
     #[inline]
-    fn copy_believed<const BLOCK: usize>(&mut self, strip: Range<usize>) -> usize {
+    fn copy_believed(&mut self, strip: Range<usize>) -> usize {
         let lane = self.lane;
-        let all = lane.belief == Belief::All;
-        let mut addresses = [RowAddress::UNUSED; BLOCK];
+        let mut addresses = [RowAddress::UNUSED; BLOCK + AHEAD];
+        let (mut found, mut held) = (strip.start, 0);
         let mut position = strip.start;
-        while position < strip.end {
-            let block = &lane.ids[position..(position + BLOCK).min(strip.end)];
-            if lane.pad_id.is_some() && block.iter().any(|&id| lane.is_pad(id)) {
+        let mut stopped = false;
+        loop {
+            let block = &lane.ids[found..(found + BLOCK).min(strip.end)];
+            if !stopped && !block.is_empty() {
+                let places = &mut addresses[held..held + block.len()];
+                stopped = !self.find_block(block, places);
+                if !stopped {
+                    if found == strip.start {
+                        // From then on the copy itself stays this many rows ahead.
+                        for address in places.iter().take(AHEAD) {
+                            address.load_soon(lane.sink.row_bytes());
+                        }
+                    }
+                    held += block.len();
+                    found += block.len();
+                }
+            }
+            let last = stopped || found == strip.end;
+            let count = if last { held } else { held - AHEAD.min(held) };
+            copy::copy_rows(&addresses[..held], count, lane.sink, position);
+            position += count;
+            addresses.copy_within(count..held, 0);
+            held -= count;
+            if last {
                 break;
             }
-            let mut believed = true;
-            let mut find = |(address, &id): (&mut RowAddress<'l>, &i64)| {
-                let found = self.cuts.find(id);
-                believed &= found.believed;
-                *address = found.address;
-                found.address
-            };
-            let mut rows = addresses.iter_mut().zip(block);
-            // From then on the copy itself stays this many rows ahead.
-            for row in rows.by_ref().take(AHEAD) {
-                find(row).load_soon(lane.sink.row_bytes());
-            }
-            for row in rows {
-                find(row);
-            }
-            if !believed && !all {
-                break;
-            }
-            copy::copy_rows(&addresses[..block.len()], lane.sink, position);
-            position += block.len();
         }
-        self.copied += position - strip.start;
         position
+    }
+
+    /// Finds the rows of a block; whether all may be copied.
+    #[inline]
+    fn find_block(&mut self, block: &[i64], addresses: &mut [RowAddress<'l>]) -> bool {
+        let cuts = self.cuts;
+        let whole = self.whole;
+        let mut believed = true;
+        let mut find = |id| {
+            if whole {
+                return cuts.address(id);
+            }
+            let found = cuts.find(id);
+            believed &= found.believed;
+            found.address
+        };
+        let mut pads = 0;
+        let places = addresses.iter_mut().zip(block);
+        match (self.lane.pad_id, self.zeros) {
+            (None, _) => places.for_each(|(address, &id)| *address = find(id)),
+            (Some(pad_id), Some(zeros)) => {
+                for (address, &id) in places {
+                    *address = if id == pad_id {
+                        pads += 1;
+                        zeros
+                    } else {
+                        find(id)
+                    };
+                }
+            }
+            (Some(pad_id), None) => {
+                if block.contains(&pad_id) {
+                    return false;
+                }
+                places.for_each(|(address, &id)| *address = find(id));
+            }
+        }
+        if believed {
+            self.copied += block.len() - pads;
+        }
+        believed
     }
 
     /// Handles positions one by one: pads are zeroed, missing rows noted, resident rows copied, or
@@ -398,7 +441,7 @@ impl<'r> Deferred<'r> {
         };
         let lane = &lanes[rest.lane];
         let begun = Instant::now();
-        let end = (self.position + BLOCK).min(rest.deferred.end);
+        let end = (self.position + STRIP).min(rest.deferred.end);
         let mut copied = 0;
         for position in self.position..end {
             if rest
