@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engram._engram import Reader
     from engram.table import TableInfo
 
@@ -51,10 +53,11 @@ def notify(text: str, table: str | None = None) -> None:
         _LOGGER.warning("%s", text, extra=fields)
 
 
-def opened(info: TableInfo, path: str, native: Reader) -> None:
-    """Logs that a table was opened, and what it fell back from."""
+def opened(describe: Callable[[], TableInfo], path: str, native: Reader) -> None:
+    """Logs that a table was opened, and what it fell back from; it is described for a log only."""
     fallbacks = native.fallbacks()
     if _LOGGER.isEnabledFor(logging.INFO):
+        info = describe()
         io = native.runs
         fields = {
             "event": "open",
@@ -78,7 +81,7 @@ def opened(info: TableInfo, path: str, native: Reader) -> None:
             extra=fields,
         )
     for fallback in fallbacks:
-        notify(fallback, info.name)
+        notify(fallback, describe().name)
 
 
 def happened(

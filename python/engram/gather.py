@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,6 +69,8 @@ class FileGather:
         OSError: The kernel refused, or the asked `io` cannot run here; with errno and path.
     """
 
+    _info: TableInfo | None = None
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -89,16 +92,15 @@ class FileGather:
         except Exception as error:
             complete(error, path=self._path)
             raise
-        self._describe(self._native.table())
+        opened(self._described, self._path, self._native)
 
     @classmethod
     def _over(cls, native: _engram.Reader) -> FileGather:
         """The gather over a table that the native half has opened."""
         gather = cls.__new__(cls)
-        description = native.table()
-        gather._path = description["files"][0]
         gather._native = native
-        gather._describe(description)
+        gather._path = gather.files[0]
+        opened(gather._described, gather._path, native)
         return gather
 
     @classmethod
@@ -118,9 +120,11 @@ class FileGather:
         others = len(mapping) - len(views)
         return cls._over(open_views(views, others, expectation(num_rows)))
 
-    def _describe(self, description: dict[str, Any]) -> None:
-        self._info = TableInfo.from_native(description)
-        opened(self._info, self._path, self._native)
+    def _described(self) -> TableInfo:
+        """The table's description, made when first asked for: opening need not wait for it."""
+        if self._info is None:
+            self._info = TableInfo.from_native(self._native.table())
+        return self._info
 
     def gather(
         self,
@@ -162,9 +166,9 @@ class FileGather:
             request, rows = self._request(ids, out, pad_id)
             _engram.gather_many([request], timeout)
         except OverflowError:
-            raise out_of_range(self._info.name, pad_id, timeout) from None
+            raise out_of_range(self._described().name, pad_id, timeout) from None
         except Exception as error:
-            complete(error, table=self._info.name)
+            complete(error, table=self._described().name)
             failed(error)
             raise
         return rows
@@ -194,12 +198,12 @@ class FileGather:
             TypeError: Ids that are no integers or live on a device; `out` of another dtype.
             ValueError: `out` of the wrong shape, not contiguous or read-only; or closed.
         """
-        wanted = [(self._info.name, self, ids, out)]
+        wanted = [(self._described().name, self, ids, out)]
         return submit(wanted, pad_id=pad_id, deadline=deadline, named=False)
 
     def _request(self, ids: Any, out: Any, pad_id: int | None) -> tuple[Request, Any]:
         """What the native half takes for one table, and the rows that it will fill."""
-        flat, shape = int64_ids(ids, self._info)
+        flat, shape = int64_ids(ids, self._described())
         rows = self._allocate(shape, torch_like=is_torch(ids)) if out is None else out
         pad_id = pad_argument(pad_id)
         return (self._native, flat, self._targets(rows, shape, flat.size), pad_id), rows
@@ -225,9 +229,9 @@ class FileGather:
             TypeError: Ids that are no integers or live on a device.
         """
         try:
-            self._native.prefetch(int64_ids(ids, self._info)[0])
+            self._native.prefetch(int64_ids(ids, self._described())[0])
         except Exception as error:
-            complete(error, table=self._info.name)
+            complete(error, table=self._described().name)
             raise
 
     def prewarm(self, max_bytes: int | str | None = None, progress: Any = None) -> int:
@@ -284,7 +288,7 @@ class FileGather:
         try:
             self._native.resize(budget("cache_bytes", cache_bytes))
         except Exception as error:
-            complete(error, table=self._info.name)
+            complete(error, table=self._described().name)
             raise
 
     def save_hot(self, path: str | os.PathLike[str]) -> int:
@@ -308,7 +312,7 @@ class FileGather:
         try:
             return self._native.save_hot(path_text(path))
         except Exception as error:
-            complete(error, table=self._info.name)
+            complete(error, table=self._described().name)
             raise
 
     def load_hot(self, path: str | os.PathLike[str], progress: Any = None) -> int:
@@ -334,7 +338,7 @@ class FileGather:
         try:
             return self._native.load_hot(path_text(path), progress)
         except Exception as error:
-            complete(error, table=self._info.name)
+            complete(error, table=self._described().name)
             raise
 
     def verify(
@@ -373,31 +377,34 @@ class FileGather:
             Exception: As on opening.
         """
         path = self._path if path is None else path_text(path)
-        description = self._native.reopen(path)
+        self._info = TableInfo.from_native(self._native.reopen(path))
         self._path = path
-        self._describe(description)
+        opened(self._described, path, self._native)
 
     def close(self) -> None:
         """Closes the files once running calls and tickets have ended; later calls raise ValueError.
 
         Tickets in flight are served first; their rows can be waited for afterwards.
         """
+        # What was open goes on being described; another thread may have closed it.
+        with contextlib.suppress(ValueError):
+            self._described()
         self._native.close()
 
     @property
     def info(self) -> TableInfo:
         """The table's description."""
-        return self._info
+        return self._described()
 
     @property
     def num_rows(self) -> int:
         """Rows in the table."""
-        return self._info.rows
+        return self._described().rows
 
     @property
     def planes(self) -> Planes:
         """Stored regions of every row, by position and by name."""
-        return self._info.planes
+        return self._described().planes
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -407,7 +414,7 @@ class FileGather:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all planes."""
-        return self._info.row_bytes
+        return self._described().row_bytes
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -417,27 +424,27 @@ class FileGather:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole table over all planes."""
-        return self._info.bytes
+        return self._described().bytes
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of the files that hold rows, symlinks resolved."""
-        return self._info.files
+        return self._described().files
 
     @property
     def encoding(self) -> str:
         """How stored bytes stand for values, e.g. `"bf16"` or `"fp8_e4m3"`."""
-        return self._info.encoding
+        return self._described().encoding
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
         """Values per row after dequantisation."""
-        return self._info.logical_shape
+        return self._described().logical_shape
 
     @property
     def constants(self) -> dict[str, float]:
         """Table-wide numbers, e.g. `{"weight_scale": 0.000199}`."""
-        return dict(self._info.constants)
+        return dict(self._described().constants)
 
     @property
     def closed(self) -> bool:
@@ -452,7 +459,7 @@ class FileGather:
         """
         raise placed(
             TypeError("a FileGather holds open files: open the path again where it is needed"),
-            table=self._info.name,
+            table=self._described().name,
         )
 
     def __enter__(self) -> FileGather:
@@ -473,8 +480,9 @@ class FileGather:
         size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**30 else f"{self.nbytes} bytes"
         count = len(self.files)
         return (
-            f"<engram.FileGather {self._info.name!r}: {self.num_rows} rows x {self.row_bytes} "
-            f"bytes ({self.encoding}), {size} in {count} file{'s' * (count != 1)}{state}>"
+            f"<engram.FileGather {self._described().name!r}: {self.num_rows} rows x "
+            f"{self.row_bytes} bytes ({self.encoding}), {size} in {count} "
+            f"file{'s' * (count != 1)}{state}>"
         )
 
 

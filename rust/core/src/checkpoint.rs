@@ -4,6 +4,7 @@
 //! once and keeps one record per tensor; data is never touched. What an
 //! index says is held against what the files contain before anything is served.
 
+use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::{File, Metadata};
@@ -192,18 +193,21 @@ impl Checkpoint {
         index_path: &Path,
         keep: bool,
     ) -> Result<Self> {
-        let text = index::text(index_path)?;
+        let text = OnceCell::new();
         let early = reading::Early::new(directory.regular_safetensors_files()?, keep);
         let (wanted, early) = early.around(|early| {
-            let wanted = Self::wanted(directory, index_path, &text)?;
+            let read = index::text(index_path)?;
+            let wanted = Self::wanted(directory, index_path, text.get_or_init(|| read))?;
             early.work();
             Ok::<_, Error>(wanted)
         });
         let (wanted, early) = match wanted {
-            // Files that were kept open may have left none for the configuration.
+            // Files that were kept open may have left none for the index or the configuration.
             Err(Error::Io { errno, .. }) if keep && errno == libc::EMFILE => {
                 drop(early);
-                (Self::wanted(directory, index_path, &text)?, None)
+                let read = index::text(index_path)?;
+                let text = text.get_or_init(|| read);
+                (Self::wanted(directory, index_path, text)?, None)
             }
             wanted => (wanted?, Some(early)),
         };

@@ -62,12 +62,7 @@ fn copy_row_of<const BYTES: usize>(row: RowAddress<'_>, sink: &PlaneSink<'_>, po
 /// Copies the first `count` of `rows` into consecutive positions of `sink` from `first` on. Those
 /// after them are copied next, and are looked ahead to.
 #[inline]
-pub(crate) fn copy_rows(
-    rows: &[RowAddress<'_>],
-    count: usize,
-    sink: &PlaneSink<'_>,
-    first: usize,
-) {
+pub(crate) fn copy_rows(rows: &[RowAddress<'_>], count: usize, sink: &PlaneSink<'_>, first: usize) {
     match sink.row_bytes() {
         8 => return copy_rows_of::<8>(rows, count, sink, first),
         10 => return copy_rows_of::<10>(rows, count, sink, first),

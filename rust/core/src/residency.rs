@@ -13,6 +13,8 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use once_cell::race::OnceBox;
+
 use crate::words::Words;
 
 /// Beliefs given up in this process, of any file: what was believed of many pages together still is
@@ -41,7 +43,8 @@ fn beyond(index: usize, count: u64) -> u64 {
 /// miss per row.
 #[derive(Debug)]
 pub struct Residency {
-    words: Words,
+    /// Made when a page is first believed resident.
+    words: OnceBox<Words>,
     /// One bit per word of `words`: all its pages are believed resident.
     full: Box<[AtomicU64]>,
     /// One bit per word of `full`: all its bits are set.
@@ -62,7 +65,7 @@ impl Residency {
         let page_shift = rustix::param::page_size().trailing_zeros();
         let pages = len.div_ceil(1 << page_shift);
         Self {
-            words: Words::zeroed(usize::try_from(pages.div_ceil(64)).unwrap_or(usize::MAX)),
+            words: OnceBox::new(),
             full: zeroed(pages.div_ceil(64 * 64)),
             vast: zeroed(pages.div_ceil(64 * 64 * 64)),
             pages,
@@ -78,7 +81,17 @@ impl Residency {
 
     /// Bytes this belief itself occupies.
     pub fn memory_bytes(&self) -> u64 {
-        8 * (self.words.len() + self.full.len() + self.vast.len()) as u64
+        8 * (self.written().len() + self.full.len() + self.vast.len()) as u64
+    }
+
+    fn word_count(&self) -> usize {
+        usize::try_from(self.pages.div_ceil(64)).unwrap_or(usize::MAX)
+    }
+
+    /// The words, or none as long as no page was believed resident.
+    #[inline]
+    fn written(&self) -> &[AtomicU64] {
+        self.words.get().map_or(&[], |words| words)
     }
 
     /// Pages that hold the bytes `[offset, offset + len)`.
@@ -109,11 +122,16 @@ impl Residency {
         {
             return true;
         }
-        pages.into_iter().all(|page| Self::bit(&self.words, page))
+        let words = self.written();
+        !words.is_empty() && pages.into_iter().all(|page| Self::bit(words, page))
     }
 
     /// Whether every page of `[offset, offset + len)` is believed resident, for many pages.
     pub fn contains_all(&self, offset: u64, len: u64) -> bool {
+        let words = self.written();
+        if words.is_empty() {
+            return false;
+        }
         let pages = self.pages_of(offset, len);
         let mut page = pages.start;
         while page < pages.end {
@@ -122,7 +140,7 @@ impl Residency {
                 (vast + 1) << 12
             } else if Self::bit(&self.full, word) {
                 (word + 1) << 6
-            } else if Self::bit(&self.words, page) {
+            } else if Self::bit(words, page) {
                 page + 1
             } else {
                 return false;
@@ -133,14 +151,17 @@ impl Residency {
 
     /// Notes that `pages` are in memory.
     pub fn set(&self, pages: Range<u64>) {
-        self.for_words(pages.clone(), |index, word, mask| {
+        let words = self
+            .words
+            .get_or_init(|| Box::new(Words::zeroed(self.word_count())));
+        self.for_words(words, pages.clone(), |index, word, mask| {
             // Most bits are set once and stay: reading first keeps the line shared.
             if word.load(Ordering::Relaxed) & mask != mask {
                 let before = word.fetch_or(mask, Ordering::Relaxed);
                 if before | mask | beyond(index, self.pages) == u64::MAX {
                     let bit = 1 << (index % 64);
                     let before = self.full[index / 64].fetch_or(bit, Ordering::Relaxed);
-                    let count = self.words.len() as u64;
+                    let count = words.len() as u64;
                     if before | bit | beyond(index / 64, count) == u64::MAX {
                         let bit = 1 << (index / 64 % 64);
                         self.vast[index / 4096].fetch_or(bit, Ordering::Relaxed);
@@ -175,7 +196,7 @@ impl Residency {
 
     /// Notes that `pages` are not in memory.
     pub fn clear(&self, pages: Range<u64>) {
-        self.for_words(pages, |index, word, mask| {
+        self.for_words(self.written(), pages, |index, word, mask| {
             if word.load(Ordering::Relaxed) & mask != 0 {
                 self.vast[index / 4096].fetch_and(!(1 << (index / 64 % 64)), Ordering::Relaxed);
                 self.full[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Relaxed);
@@ -188,13 +209,18 @@ impl Residency {
     /// Pages of `pages` believed resident.
     pub fn count(&self, pages: Range<u64>) -> u64 {
         let mut total = 0;
-        self.for_words(pages, |_, word, mask| {
+        self.for_words(self.written(), pages, |_, word, mask| {
             total += u64::from((word.load(Ordering::Relaxed) & mask).count_ones());
         });
         total
     }
 
-    fn for_words(&self, pages: Range<u64>, mut each: impl FnMut(usize, &AtomicU64, u64)) {
+    fn for_words(
+        &self,
+        words: &[AtomicU64],
+        pages: Range<u64>,
+        mut each: impl FnMut(usize, &AtomicU64, u64),
+    ) {
         let end = pages.end.min(self.pages);
         let mut page = pages.start;
         while page < end {
@@ -202,7 +228,7 @@ impl Residency {
             let count = (64 - bit).min(end - page);
             let mask = (u64::MAX >> (64 - count)) << bit;
             let index = usize::try_from(page >> 6).unwrap_or(usize::MAX);
-            if let Some(word) = self.words.get(index) {
+            if let Some(word) = words.get(index) {
                 each(index, word, mask);
             }
             page += count;

@@ -198,13 +198,22 @@ impl Directory {
         Ok(kept.map(|entry| PathBuf::from(&entry.name)).collect())
     }
 
-    /// Whether the listing says that `name` is a regular file right in the directory.
-    fn lists_regular(&self, name: &Path) -> bool {
-        self.entries().is_ok_and(|entries| {
-            entries
-                .binary_search_by(|entry| entry.name.as_os_str().cmp(name.as_os_str()))
-                .is_ok_and(|place| entries[place].regular)
-        })
+    /// The safetensors file of that name, if the listing says that it is a regular file right in the
+    /// directory.
+    fn listed(&self, name: &OsStr) -> Option<Found> {
+        let entries = self.entries().ok()?;
+        let place = entries
+            .binary_search_by(|entry| entry.name.as_os_str().cmp(name))
+            .ok()?;
+        (entries[place].regular && is_safetensors(name)).then(|| self.found(name))
+    }
+
+    fn found(&self, name: &OsStr) -> Found {
+        Found {
+            path: self.path.join(name),
+            resolved: self.resolved.join(name),
+            beside_index: false,
+        }
     }
 
     /// The index of this directory, where there is one.
@@ -232,20 +241,14 @@ impl Directory {
 
     /// Names of every safetensors file of the directory, sorted.
     pub(super) fn safetensors_names(&self) -> Result<Vec<PathBuf>> {
-        let suffix = Some(OsStr::new("safetensors"));
-        self.names(|name| Path::new(name).extension() == suffix)
+        self.names(is_safetensors)
     }
 
     /// Every safetensors file of the directory that the listing says is a regular file, sorted by name.
     pub(super) fn regular_safetensors_files(&self) -> Result<Vec<Found>> {
-        let mut names = self.safetensors_names()?;
-        names.retain(|name| self.lists_regular(name));
-        let found = names.into_iter().map(|name| Found {
-            path: self.path.join(&name),
-            resolved: self.resolved.join(&name),
-            beside_index: false,
-        });
-        Ok(found.collect())
+        let entries = self.entries()?.iter();
+        let regular = entries.filter(|entry| entry.regular && is_safetensors(&entry.name));
+        Ok(regular.map(|entry| self.found(&entry.name)).collect())
     }
 
     /// Every safetensors file of the directory but those whose names are known; sub-directories are
@@ -277,6 +280,12 @@ impl Directory {
         let mut absent = Vec::new();
         let mut links = Vec::new();
         for name in names {
+            if !name.contains('\\')
+                && let Some(file) = self.listed(OsStr::new(name.as_ref()))
+            {
+                found.push(file);
+                continue;
+            }
             let relative = relative(name).map_err(|problem| {
                 Error::checkpoint(
                     format!("the index names the file {name:?}, which {problem}"),
@@ -321,14 +330,10 @@ impl Directory {
 
     /// Follows the links of one file below the directory.
     pub(super) fn locate(&self, relative: &Path) -> Result<Located> {
-        let path = self.path.join(relative);
-        if self.lists_regular(relative) {
-            return Ok(Located::File(Found {
-                path,
-                resolved: self.resolved.join(relative),
-                beside_index: false,
-            }));
+        if let Some(file) = self.listed(relative.as_os_str()) {
+            return Ok(Located::File(file));
         }
+        let path = self.path.join(relative);
         let status = match fs::symlink_metadata(&path) {
             Ok(status) => status,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Located::Absent),
@@ -392,6 +397,10 @@ impl Directory {
             paths: vec![self.path.clone()],
         }
     }
+}
+
+fn is_safetensors(name: &OsStr) -> bool {
+    Path::new(name).extension() == Some(OsStr::new("safetensors"))
 }
 
 /// What is at a name in a checkpoint directory.
