@@ -1,9 +1,10 @@
 """Warm rows, and opening: engram beside numpy, torch, safetensors and a bare copy loop.
 
-Every page of the table is in memory and mapped before anything is timed, for engram by `prewarm`,
-for numpy and torch by MADV_POPULATE_READ on their mapping: the first touch of a page costs more
-than the copy of a row. numpy and torch read plain arrays over a mapping. Each call has ids of its
-own; methods take turns in changing order; every row is checked, outside of what is timed.
+Every page of the table is read afresh, in memory and mapped before anything is timed, for engram by
+`prewarm`, for numpy and torch by MADV_POPULATE_READ on their mapping: the first touch of a page
+costs more than the copy of a row. numpy and torch read plain arrays over a mapping. Each call has
+ids of its own; methods take turns in changing order; every row is checked, outside of what is
+timed.
 
     python benches/warm.py [--section rows|open] [--ids uniform|text] [--rows 16,256,4096]
 """
@@ -25,6 +26,7 @@ from engram.cli.measured import Measurement
 from engram.cli.text import format_bytes
 from engram.cli.timing import Method, interleaved
 from support import bare, ids, opening, options
+from support.kernel import memory_of_process
 from support.report import Report
 
 ROUNDS = 20_000
@@ -56,10 +58,19 @@ def rows_section(chosen, report: Report) -> None:
         report.table(gather)
         report.residency("before", gather)
         modes = {mode: engram.FileGather(info.directory, io=mode) for mode in PAGE_CACHE_MODES}
+        # Pages that were written or read piece by piece are small and would stay so.
+        engram.drop_cache(gather.files)
         warmed = gather.prewarm()
-        modes["mmap"].prewarm()
+        large = [memory_of_process()["large"]]
         mapped = MappedTable(gather, advice="normal")
         mapped.populate()
+        large.append(memory_of_process()["large"] - large[0])
+        names = ("engram", "numpy and torch")
+        sizes = (
+            f"{format_bytes(size)} for {name}" for name, size in zip(names, large, strict=True)
+        )
+        report.say({"mapped by 2 MiB at a time": ", ".join(sizes)})
+        modes["mmap"].prewarm()
         if warmed < gather.nbytes:
             report.note(f"memory allows only {format_bytes(warmed)} of the table to be resident")
         methods = present(

@@ -73,7 +73,10 @@ def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
 
 
 def memory_of_process() -> dict[str, int]:
-    """Bytes of this process in memory: all of them, and those no file stands behind."""
+    """Bytes of this process in memory: all of them, those that no file stands behind, and those of
+    files that are mapped by 2 MiB at a time.
+    """
     text = Path("/proc/self/smaps_rollup").read_text()
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M))
-    return {"resident": int(fields["Rss"]) << 10, "anonymous": int(fields["Anonymous"]) << 10}
+    names = {"resident": "Rss", "anonymous": "Anonymous", "large": "FilePmdMapped"}
+    return {name: int(fields.get(field, 0)) << 10 for name, field in names.items()}

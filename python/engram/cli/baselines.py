@@ -273,6 +273,7 @@ def torch_select(
         lambda call: torch.index_select(tensor, 0, call[0], out=call[1]),
         before,
         most=most,
+        lingers=True,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,6 +37,8 @@ class Method:
         most: Runs at most this often; for methods that take long.
         own_clock: `run` returns the seconds that count.
         delivers: Whether rows arrive; those of a bare read loop do not, and cannot be checked.
+        lingers: Threads of its own go on running for a while after a call, as those of OpenMP do.
+            What follows waits for them: they would take the processors it needs.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Method:
     most: int | None = None
     own_clock: bool = False
     delivers: bool = True
+    lingers: bool = False
 
 
 @dataclass
@@ -174,3 +180,30 @@ def _call(
     if bytes_read is not None:
         result.bytes_read = (result.bytes_read or 0) + bytes_read() - read
     result.seconds.append(told if method.own_clock and isinstance(told, float) else elapsed)
+    if method.lingers:
+        _wait_for_other_threads()
+
+
+def _wait_for_other_threads() -> None:
+    """Waits, a tenth of a second at most, until no other thread of this process is running."""
+    own = str(threading.get_native_id())
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until and any(_runs(task) for task in _threads() if task.name != own):
+        time.sleep(0.001)
+
+
+def _threads() -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir("/proc/self/task") as tasks:
+            return list(tasks)
+    except OSError:
+        return []
+
+
+def _runs(task: os.DirEntry[str]) -> bool:
+    try:
+        # The state follows the name, which is in brackets and may hold any character.
+        told = Path(task.path, "stat").read_text("ascii", "replace")
+        return told.rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False

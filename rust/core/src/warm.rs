@@ -4,8 +4,9 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
-use crate::buffer::HostBuffer;
+use crate::buffer::{HostBuffer, PlaneSink};
 use crate::cgroup;
+use crate::copy;
 use crate::error::{Error, Result};
 use crate::file::OpenFile;
 use crate::gather::Control;
@@ -254,7 +255,21 @@ fn populate(reader: &Reader, index: usize, bytes: Range<u64>) {
     }
     // Kernels before 5.14 cannot; rows are then mapped as they are first touched.
     let populated = map.populate(start..end).is_ok();
+    touch(map, start..end);
     if let (true, Some(trimmer)) = (populated, reader.trimmer()) {
         trimmer.keep(index, bytes);
+    }
+}
+
+/// Loads a byte of every page. A virtual machine may have to be given the memory behind a page when
+/// it is first used, which costs more than the copy of ten rows; reads by the device are no use.
+fn touch(map: &Map, bytes: Range<usize>) {
+    let mut byte = [0];
+    for offset in bytes.step_by(rustix::param::page_size()) {
+        if let Ok(sink) = PlaneSink::new(&mut byte, 0, 1, 1, 1) {
+            copy::copy_row(map.row(offset as u64, 1), &sink, 0);
+        }
+        // Loads whose result is never looked at would not be made.
+        std::hint::black_box(byte);
     }
 }
