@@ -60,9 +60,9 @@ impl Identity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointFile {
     /// The path as reached from the argument.
-    pub path: PathBuf,
+    pub path: Arc<Path>,
     /// The same with every symbolic link followed, once, when the checkpoint was opened.
-    pub resolved: PathBuf,
+    pub resolved: Arc<Path>,
     /// What it was then.
     pub identity: Identity,
 }
@@ -74,8 +74,8 @@ impl CheckpointFile {
         let resolved = path.canonicalize().map_err(refuse)?;
         let identity = Identity::of(&std::fs::metadata(&resolved).map_err(refuse)?);
         Ok(Self {
-            path: path.to_owned(),
-            resolved,
+            path: path.into(),
+            resolved: resolved.into(),
             identity,
         })
     }
@@ -237,9 +237,8 @@ impl Checkpoint {
         };
         let mut side_files = directory.safetensors_files(is_named)?;
         if !side_files.is_empty() {
-            let resolved: HashSet<&Path> =
-                found.iter().map(|file| file.resolved.as_path()).collect();
-            side_files.retain(|file| !resolved.contains(file.resolved.as_path()));
+            let resolved: HashSet<&Path> = found.iter().map(|file| &*file.resolved).collect();
+            side_files.retain(|file| !resolved.contains(&*file.resolved));
         }
         found.extend(side_files.into_iter().map(location::Found::beside_index));
         let config = reading::config(&directory.path().join("config.json"))?;
@@ -266,7 +265,7 @@ impl Checkpoint {
             .into_iter()
             .map(|(tensor, file)| Shadowed {
                 tensor,
-                file: files[file].path.clone(),
+                file: files[file].path.to_path_buf(),
             })
             .collect();
         Ok(Self {

@@ -92,7 +92,7 @@ impl Surroundings for Checkpoint {
     }
 
     fn path(&self, file: usize) -> Option<&Path> {
-        self.files.get(file).map(|file| file.path.as_path())
+        self.files.get(file).map(|file| &*file.path)
     }
 
     fn config(&self) -> Option<&Value> {
@@ -194,7 +194,7 @@ fn table_parts(checkpoint: &Checkpoint) -> Result<Vec<(String, TensorInfo<'_>)>>
             parts.push((name.to_owned(), info));
         }
     });
-    let path = |info: &TensorInfo<'_>| checkpoint.files[info.file].path.as_path();
+    let path = |info: &TensorInfo<'_>| &*checkpoint.files[info.file].path;
     if let Some((name, info)) = parts
         .iter()
         .find(|(_, info)| info.listing == Listing::Unlisted)

@@ -7,7 +7,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -59,7 +59,7 @@ struct Wanted {
 /// A checkpoint file opened for reading rows.
 #[derive(Debug)]
 pub struct OpenFile {
-    path: PathBuf,
+    path: Arc<Path>,
     wanted: Wanted,
     file: Arc<File>,
     identity: Identity,
@@ -132,7 +132,7 @@ impl OpenFile {
         wanted: Wanted,
         filesystems: &mut Filesystems,
     ) -> Result<Arc<Self>> {
-        let path = checkpoint_file.resolved.as_path();
+        let path = &*checkpoint_file.resolved;
         let identity = checkpoint_file.identity;
         let file = match handle {
             Some(file) => {
@@ -164,7 +164,7 @@ impl OpenFile {
             let _ = map.advise_random();
         }
         Ok(Arc::new(Self {
-            path: path.to_owned(),
+            path: Arc::clone(&checkpoint_file.resolved),
             wanted,
             file,
             identity,

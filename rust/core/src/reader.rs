@@ -153,7 +153,7 @@ impl Located {
     pub fn paths(&self) -> Vec<PathBuf> {
         self.files
             .iter()
-            .map(|file| file.resolved.clone())
+            .map(|file| file.resolved.to_path_buf())
             .collect()
     }
 }

@@ -349,7 +349,7 @@ impl Surroundings for Files<'_> {
     }
 
     fn path(&self, file: usize) -> Option<&Path> {
-        self.found.get(file).map(|file| file.path.as_path())
+        self.found.get(file).map(|file| &*file.path)
     }
 
     fn config(&self) -> Option<&Value> {

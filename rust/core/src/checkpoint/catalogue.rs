@@ -44,6 +44,9 @@ pub(super) fn merge(
     files: &[CheckpointFile],
     listed: Option<&Listed<'_>>,
 ) -> Result<(Packed, Copies)> {
+    if let Some(packer) = listed.and_then(|listed| as_named(packs, listed)) {
+        return Ok((packer.finish(), Copies::new()));
+    }
     let mut merged = Merged {
         packer: Packer::default(),
         packs,
@@ -72,6 +75,31 @@ pub(super) fn merge(
         }
     }
     Ok((merged.packer.finish(), merged.copies))
+}
+
+/// The tensors of an index that names every tensor of every file, each once and where it is: the
+/// names need not be sorted again then. `None` if there is anything else to say.
+fn as_named(packs: &[Packed], listed: &Listed<'_>) -> Option<Packer> {
+    if packs.iter().map(Packed::len).sum::<usize>() != listed.entries.len() {
+        return None;
+    }
+    let mut cursors: Vec<Cursor<'_>> = packs.iter().map(Packed::cursor).collect();
+    let mut packer = Packer::default();
+    for (name, file) in listed.entries {
+        let file = *file as usize;
+        let (found, record) = cursors.get_mut(file)?.next()?;
+        if found != name {
+            return None;
+        }
+        let (dtype, shape) = packs[file].kind(record.kind);
+        let record = Record {
+            kind: packer.kind(dtype, shape),
+            listing: Listing::Named,
+            ..record
+        };
+        packer.push(name, record);
+    }
+    Some(packer)
 }
 
 /// Calls `visit` with every name in order and all records that have it, in the order of files.

@@ -8,6 +8,7 @@ use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
@@ -17,9 +18,9 @@ const INDEX_SUFFIX: &[u8] = b".safetensors.index.json";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Found {
     /// As reached from the argument.
-    pub(super) path: PathBuf,
+    pub(super) path: Arc<Path>,
     /// With every link followed.
-    pub(super) resolved: PathBuf,
+    pub(super) resolved: Arc<Path>,
     /// Whether an index beside it leaves it out.
     pub(super) beside_index: bool,
 }
@@ -28,8 +29,8 @@ impl Found {
     /// A file the caller named: its links may lead anywhere.
     pub(super) fn by_argument(path: &Path) -> Result<Self> {
         Ok(Self {
-            path: path.to_owned(),
-            resolved: follow(path)?,
+            path: path.into(),
+            resolved: follow(path)?.into(),
             beside_index: false,
         })
     }
@@ -146,8 +147,9 @@ pub(super) struct Directory {
 /// A name in a directory.
 struct Entry {
     name: OsString,
-    /// Whether the listing itself says that it is a regular file: no link, nothing to ask about.
-    regular: bool,
+    /// The safetensors file of that name, where the listing itself says that it is a regular file: no
+    /// link, nothing to ask about.
+    file: Option<Found>,
 }
 
 impl Directory {
@@ -184,7 +186,8 @@ impl Directory {
             let name = entry.file_name();
             if !name.as_bytes().starts_with(b".") {
                 let regular = entry.file_type().is_ok_and(|kind| kind.is_file());
-                entries.push(Entry { name, regular });
+                let file = (regular && is_safetensors(&name)).then(|| self.found(&name));
+                entries.push(Entry { name, file });
             }
         }
         entries.sort_unstable_by(|left, right| left.name.cmp(&right.name));
@@ -205,13 +208,19 @@ impl Directory {
         let place = entries
             .binary_search_by(|entry| entry.name.as_os_str().cmp(name))
             .ok()?;
-        (entries[place].regular && is_safetensors(name)).then(|| self.found(name))
+        entries[place].file.clone()
     }
 
     fn found(&self, name: &OsStr) -> Found {
+        let path: Arc<Path> = self.path.join(name).into();
+        let resolved = if self.path == self.resolved {
+            Arc::clone(&path)
+        } else {
+            self.resolved.join(name).into()
+        };
         Found {
-            path: self.path.join(name),
-            resolved: self.resolved.join(name),
+            path,
+            resolved,
             beside_index: false,
         }
     }
@@ -247,8 +256,7 @@ impl Directory {
     /// Every safetensors file of the directory that the listing says is a regular file, sorted by name.
     pub(super) fn regular_safetensors_files(&self) -> Result<Vec<Found>> {
         let entries = self.entries()?.iter();
-        let regular = entries.filter(|entry| entry.regular && is_safetensors(&entry.name));
-        Ok(regular.map(|entry| self.found(&entry.name)).collect())
+        Ok(entries.filter_map(|entry| entry.file.clone()).collect())
     }
 
     /// Every safetensors file of the directory but those whose names are known; sub-directories are
@@ -258,11 +266,11 @@ impl Directory {
         is_known: impl Fn(&OsStr) -> bool,
     ) -> Result<Vec<Found>> {
         let mut found = Vec::new();
-        for name in self.safetensors_names()? {
-            if is_known(name.as_os_str()) {
+        for Entry { name, .. } in self.entries()? {
+            if !is_safetensors(name) || is_known(name) {
                 continue;
             }
-            match self.locate(&name)? {
+            match self.locate(Path::new(name))? {
                 Located::File(file) => found.push(file),
                 Located::Dangling(target) => {
                     return Err(missing_targets(&[(self.path.join(name), target)]));
@@ -371,8 +379,8 @@ impl Directory {
             ));
         }
         Ok(Located::File(Found {
-            path,
-            resolved,
+            path: path.into(),
+            resolved: resolved.into(),
             beside_index: false,
         }))
     }

@@ -203,9 +203,17 @@ impl Packer {
 
 /// Length of the longest beginning that both names have, in whole characters.
 fn shared_bytes(left: &str, right: &str) -> usize {
-    let pairs = left.bytes().zip(right.bytes());
-    let mut shared = pairs.take_while(|(left, right)| left == right).count();
-    while !right.is_char_boundary(shared) {
+    let text = right;
+    let (left, right) = (left.as_bytes(), right.as_bytes());
+    let most = left.len().min(right.len());
+    // Names of one table differ near their end: whole words are compared as long as they are alike.
+    let words = left[..most]
+        .chunks_exact(8)
+        .zip(right[..most].chunks_exact(8));
+    let mut shared = 8 * words.take_while(|(left, right)| left == right).count();
+    let rest = left[shared..most].iter().zip(&right[shared..most]);
+    shared += rest.take_while(|(left, right)| left == right).count();
+    while !text.is_char_boundary(shared) {
         shared -= 1;
     }
     shared

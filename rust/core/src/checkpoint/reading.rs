@@ -128,7 +128,7 @@ impl Early {
         let same = self
             .found
             .get(number)
-            .is_some_and(|found| found.path == file.path && found.resolved == file.resolved);
+            .is_some_and(|found| Arc::ptr_eq(&found.path, &file.path));
         if same { self.read[number].take() } else { None }
     }
 }

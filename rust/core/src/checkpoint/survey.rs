@@ -205,7 +205,7 @@ impl Survey {
                 self.bytes += promise.found;
                 self.add(Flaw {
                     kind: FlawKind::Short,
-                    path: file.path.clone(),
+                    path: file.path.to_path_buf(),
                     expected: Some(promise.expected),
                     found: Some(promise.found),
                     message: error.to_string(),

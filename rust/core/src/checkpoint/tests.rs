@@ -63,7 +63,10 @@ fn directory_index_and_file_lead_to_the_same_bytes() {
         assert_eq!(checkpoint.read_tensor("left", 24).unwrap(), left.bytes);
         assert_eq!(checkpoint.read_tensor("right", 24).unwrap(), right.bytes);
         assert_eq!(checkpoint.files.len(), 2);
-        assert_eq!(checkpoint.files[0].path, folder.join("model-1.safetensors"));
+        assert_eq!(
+            *checkpoint.files[0].path,
+            folder.join("model-1.safetensors")
+        );
         assert_eq!(
             checkpoint.files[0].identity.len,
             file(std::slice::from_ref(&left)).len() as u64
@@ -89,7 +92,7 @@ fn directory_without_an_index_is_all_its_files() {
     fs::create_dir(folder.join("d.safetensors")).unwrap();
     let checkpoint = open(folder.path());
     assert_eq!(names(&checkpoint), ["b", "z"]);
-    assert_eq!(checkpoint.files[0].path, folder.join("a.safetensors"));
+    assert_eq!(*checkpoint.files[0].path, folder.join("a.safetensors"));
     assert!(checkpoint.config.is_none());
 }
 

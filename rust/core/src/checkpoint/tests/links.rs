@@ -52,9 +52,9 @@ fn links_out_of_the_directory_are_refused_unless_the_caller_names_them() {
     );
     let checkpoint = open(&link);
     assert_eq!(checkpoint.read_tensor("left", 24).unwrap(), left.bytes);
-    assert_eq!(checkpoint.files[0].path, link);
+    assert_eq!(*checkpoint.files[0].path, link);
     assert_eq!(
-        checkpoint.files[0].resolved,
+        *checkpoint.files[0].resolved,
         fs::canonicalize(&target).unwrap()
     );
 
@@ -108,7 +108,7 @@ fn hub_cache_is_followed_to_its_blobs() {
         assert_eq!(checkpoint.read_tensor("table", 8).unwrap(), table.bytes);
         assert_eq!(checkpoint.config.as_ref().unwrap()["model_type"], "x");
         let blob = fs::canonicalize(folder.join("blobs/aa")).unwrap();
-        assert_eq!(checkpoint.files[0].resolved, blob);
+        assert_eq!(*checkpoint.files[0].resolved, blob);
         assert!(checkpoint.files[0].path.ends_with("model-1.safetensors"));
     }
     fs::remove_file(snapshot.join("model.safetensors.index.json")).unwrap();

@@ -360,7 +360,7 @@ fn exl3_trellis_in_a_side_file() {
     assert_eq!(table.encoding, Encoding::Exl3Trellis);
     assert_eq!(table.logical_shape, [160]);
     assert_eq!(table.row_bytes(), 122);
-    assert_eq!(checkpoint.files[table.files()[0]].path, folder.join(name));
+    assert_eq!(*checkpoint.files[table.files()[0]].path, folder.join(name));
 
     folder.write(name, file_of(&header(&trellis, Some(&note("7"))), &data));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
