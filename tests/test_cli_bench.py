@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -371,3 +373,31 @@ def test_methods_may_run_less_often_and_have_ids_of_their_own():
     assert clocked.wrong == 12
     assert clocked.quantile(0.99) == clocked.median == 5.0
     assert clocked.bytes_read is None
+
+
+def test_threads_that_go_on_running_are_waited_for():
+    threads: list[threading.Thread] = []
+    alive: list[bool] = []
+
+    def busy():
+        until = time.monotonic() + 0.03
+        while time.monotonic() < until:
+            pass
+
+    def leave_one_running(call):
+        threads.append(threading.Thread(target=busy))
+        threads[-1].start()
+
+    def look(call):
+        alive.append(any(thread.is_alive() for thread in threads))
+
+    methods = [
+        timing.Method("lingers", lambda ids, out: None, leave_one_running, lingers=True),
+        timing.Method("looks", lambda ids, out: None, look),
+    ]
+    batches = iter(np.arange(80).reshape(-1, 4))
+    timing.interleaved(
+        methods, batches, lambda rows: rows[:, None].astype(np.uint8), seconds=60, rounds=10
+    )
+    assert len(threads) == 10
+    assert alive == [False] * 10

@@ -213,7 +213,8 @@ def test_prewarming_lifts_the_advice_for_its_time(large, advice):
     expected = [advice != "normal"]
     assert seen["before"] == seen["after"] == seen["stopped"] == expected
     assert len(seen["during"]) > 3
-    assert all(each == [False] for each in seen["during"])
+    # One mapping to copy rows from, and one that the prewarm reads through.
+    assert not any(any(each) for each in seen["during"])
 
 
 @pytest.mark.case("I31")

@@ -28,13 +28,15 @@ struct Cut {
     residency: Arc<Residency>,
 }
 
+const NOT_WHOLE: u64 = u64::MAX;
+
 /// The pieces of a mapped plane.
 #[derive(Debug)]
 pub(crate) struct Cuts {
     pieces: Vec<Cut>,
     reciprocal: u64,
     row_bytes: usize,
-    /// All pages were believed resident when so many beliefs had been given up.
+    /// All pages were believed resident when so many beliefs had been given up; or [`NOT_WHOLE`].
     whole: AtomicU64,
 }
 
@@ -68,28 +70,35 @@ impl Cuts {
             pieces,
             reciprocal: plane.reciprocal(),
             row_bytes,
-            whole: AtomicU64::new(u64::MAX),
+            whole: AtomicU64::new(NOT_WHOLE),
         };
         cuts.look();
         Some(cuts)
     }
 
     /// Looks whether all rows are believed resident, for [`Cuts::is_whole`].
-    pub(crate) fn look(&self) {
+    #[cold]
+    pub(crate) fn look(&self) -> bool {
         // Counted before: what is given up meanwhile makes the answer a thing of the past.
         let given_up = residency::given_up();
         let whole = self.pieces.iter().all(|cut| {
             let bytes = cut.window.rows() * self.row_bytes as u64;
             cut.residency.contains_all(cut.offset, bytes)
         });
-        let answer = if whole { given_up } else { u64::MAX };
+        let answer = if whole { given_up } else { NOT_WHOLE };
         self.whole.store(answer, Ordering::Relaxed);
+        whole
     }
 
-    /// Whether all rows are known to be believed resident.
+    /// Whether all rows are known to be believed resident. That this has become so is noticed by
+    /// [`Cuts::look`] only, that it is no longer so at once.
     #[inline]
     pub(crate) fn is_whole(&self) -> bool {
-        self.whole.load(Ordering::Relaxed) == residency::given_up()
+        match self.whole.load(Ordering::Relaxed) {
+            NOT_WHOLE => false,
+            // What was given up meanwhile may have been of another file.
+            then => then == residency::given_up() || self.look(),
+        }
     }
 
     /// The piece that row `id` lies in, which must be a row of the table, and the row's address.

@@ -142,12 +142,9 @@ impl OpenFile {
                     .map_err(|errno| Error::io("cannot open", &errno.into(), path))?;
                 file
             }
-            None => {
-                let file = open_for_rows(path)?;
-                require_identity(&file, identity, path)?;
-                Arc::new(file)
-            }
+            None => Arc::new(open_for_rows(path)?),
         };
+        require_identity(&file, identity, path)?;
         let filesystem = filesystems.of(&file, identity.device);
         // A hint: without it reads of single rows may pull in their neighbourhood.
         let _ = system::advise_random(&file);

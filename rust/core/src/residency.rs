@@ -255,6 +255,22 @@ mod tests {
     }
 
     #[test]
+    fn only_a_belief_that_was_held_is_given_up() {
+        let residency = Residency::new(200 * 4096);
+        assert_eq!(
+            residency.memory_bytes(),
+            16,
+            "no words before there is a belief"
+        );
+        residency.set(5..9);
+        let before = given_up();
+        residency.clear(5..6);
+        assert!(given_up() > before);
+        assert!(residency.contains_all(6 * 4096, 3 * 4096));
+        assert!(!residency.contains_all(5 * 4096, 4 * 4096));
+    }
+
+    #[test]
     fn the_smaller_sets_answer_for_a_file_that_is_all_there() {
         for pages in [1, 63, 64, 65, 4095, 4096, 4097, 300_000] {
             let residency = Residency::new(pages * 4096);
@@ -290,6 +306,7 @@ mod tests {
             if offset + count <= len {
                 let expected = (offset / page..=(offset + count - 1) / page).all(|index| naive.contains(&index));
                 prop_assert_eq!(residency.contains(offset, count), expected);
+                prop_assert_eq!(residency.contains_all(offset, count), expected);
             }
         }
     }
