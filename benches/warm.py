@@ -12,6 +12,8 @@ timed.
 import importlib
 import sys
 
+import numpy as np
+
 import engram
 from engram.cli.baselines import (
     POOL_THREADS,
@@ -59,17 +61,21 @@ def rows_section(chosen, report: Report) -> None:
         report.residency("before", gather)
         modes = {mode: engram.FileGather(info.directory, io=mode) for mode in PAGE_CACHE_MODES}
         # Pages that were written or read piece by piece are small and would stay so.
-        engram.drop_cache(gather.files)
-        warmed = gather.prewarm()
+        kept = engram.drop_cache(gather.files)
+        if kept:
+            report.note(
+                f"{format_bytes(kept)} of the table stayed in memory and is not read afresh"
+            )
         large = [memory_of_process()["large"]]
+        warmed = gather.prewarm()
+        large.append(memory_of_process()["large"])
         mapped = MappedTable(gather, advice="normal")
         mapped.populate()
-        large.append(memory_of_process()["large"] - large[0])
-        names = ("engram", "numpy and torch")
-        sizes = (
-            f"{format_bytes(size)} for {name}" for name, size in zip(names, large, strict=True)
+        large.append(memory_of_process()["large"])
+        ours, theirs = (format_bytes(size) for size in np.diff(large).tolist())
+        report.say(
+            {"mapped by 2 MiB at a time": f"{ours} for engram, {theirs} for numpy and torch"}
         )
-        report.say({"mapped by 2 MiB at a time": ", ".join(sizes)})
         modes["mmap"].prewarm()
         if warmed < gather.nbytes:
             report.note(f"memory allows only {format_bytes(warmed)} of the table to be resident")

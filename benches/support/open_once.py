@@ -14,7 +14,7 @@ from kernel import memory_of_process
 import engram
 
 
-def by_engram(task: dict) -> object:
+def by_engram(task: dict) -> engram.FileGather:
     return engram.FileGather(task["checkpoint"])
 
 
@@ -37,6 +37,7 @@ def main(task: dict) -> dict:
         return {name: after[name] - before[name] for name in after}
     ways = [
         ("engram", lambda: by_engram(task)),
+        ("described", lambda: by_engram(task).info),
         ("all", lambda: by_safetensors(task["all"], "np")),
         ("held", lambda: by_safetensors(task["held"], "np")),
     ]

@@ -50,6 +50,7 @@ def section(chosen: argparse.Namespace, report: Report) -> None:
     grown = [_in_fresh_process({**task, "memory": True}) for _ in range(2 if chosen.quick else 3)]
     labels = {
         "engram": "FileGather(checkpoint)",
+        "described": "FileGather(checkpoint).info",
         "torch": f"safe_open for torch + keys(), all {len(info.files)} files",
         "all": f"safe_open for numpy + keys(), all {len(info.files)} files",
         "held": f"safe_open for numpy + keys(), the {len(held)} files with rows",

@@ -11,6 +11,7 @@ from engram import _engram
 from engram._arguments import out_of_range, pad_argument, path_text, whole_number
 from engram._arrays import int64_ids, is_torch
 from engram._errors import complete, placed
+from engram._locks import ForkedLock
 from engram._notices import failed, opened
 from engram._sizes import budget, optional_budget
 from engram._targets import PlaneTargets, allocate, targets
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Io = Literal["auto", "mmap", "pread", "uring", "direct"]
 Advice = Literal["auto", "random", "normal"]
+
+_describing = ForkedLock()
 
 Request = tuple[_engram.Reader, "NDArray[np.int64]", PlaneTargets, int | None]
 """Table, flat ids, where its planes go, and the id that stands for a row of zeros."""
@@ -123,7 +126,9 @@ class FileGather:
     def _described(self) -> TableInfo:
         """The table's description, made when first asked for: opening need not wait for it."""
         if self._info is None:
-            self._info = TableInfo.from_native(self._native.table())
+            with _describing:
+                if self._info is None:
+                    self._info = TableInfo.from_native(self._native.table())
         return self._info
 
     def gather(
@@ -377,6 +382,8 @@ class FileGather:
             Exception: As on opening.
         """
         path = self._path if path is None else path_text(path)
+        # Nobody may be about to describe the old files when the new ones are here.
+        self._described()
         self._info = TableInfo.from_native(self._native.reopen(path))
         self._path = path
         opened(self._described, path, self._native)
@@ -386,7 +393,7 @@ class FileGather:
 
         Tickets in flight are served first; their rows can be waited for afterwards.
         """
-        # What was open goes on being described; another thread may have closed it.
+        # Described now, since it cannot be once it is closed, which it may be already.
         with contextlib.suppress(ValueError):
             self._described()
         self._native.close()
@@ -478,12 +485,9 @@ class FileGather:
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**30 else f"{self.nbytes} bytes"
-        count = len(self.files)
-        return (
-            f"<engram.FileGather {self._described().name!r}: {self.num_rows} rows x "
-            f"{self.row_bytes} bytes ({self.encoding}), {size} in {count} "
-            f"file{'s' * (count != 1)}{state}>"
-        )
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        rows = f"{self.num_rows} rows x {self.row_bytes} bytes ({self.encoding})"
+        return f"<engram.FileGather {self.info.name!r}: {rows}, {size} in {files}{state}>"
 
 
 if hasattr(os, "register_at_fork"):

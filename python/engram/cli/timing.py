@@ -38,7 +38,8 @@ class Method:
         own_clock: `run` returns the seconds that count.
         delivers: Whether rows arrive; those of a bare read loop do not, and cannot be checked.
         lingers: Threads of its own go on running for a while after a call, as those of OpenMP do.
-            What follows waits for them: they would take the processors it needs.
+            What follows waits for them, a tenth of a second at most: they would take the
+            processors it needs.
     """
 
     name: str
@@ -146,6 +147,8 @@ def interleaved(
             ids = next(supply_of[method.name])
             out = lane.slots[turn % slot_count]
             _call(method, result, ids, out, bytes_read)
+            if method.lingers:
+                deadline += _wait_for_other_threads()
             if method.delivers:
                 pending.append((result, ids, out))
         over = turn == rounds - 1 or (time.perf_counter() > deadline and turn + 1 >= least)
@@ -180,16 +183,21 @@ def _call(
     if bytes_read is not None:
         result.bytes_read = (result.bytes_read or 0) + bytes_read() - read
     result.seconds.append(told if method.own_clock and isinstance(told, float) else elapsed)
-    if method.lingers:
-        _wait_for_other_threads()
 
 
-def _wait_for_other_threads() -> None:
-    """Waits, a tenth of a second at most, until no other thread of this process is running."""
+def _wait_for_other_threads() -> float:
+    """Waits, a tenth of a second at most, until no other thread of this process is running.
+
+    Returns:
+        The seconds that took.
+    """
     own = str(threading.get_native_id())
-    until = time.monotonic() + 0.1
-    while time.monotonic() < until and any(_runs(task) for task in _threads() if task.name != own):
+    begin = time.perf_counter()
+    while any(_runs(task) for task in _threads() if task.name != own):
+        if time.perf_counter() > begin + 0.1:
+            break
         time.sleep(0.001)
+    return time.perf_counter() - begin
 
 
 def _threads() -> list[os.DirEntry[str]]:

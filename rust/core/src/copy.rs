@@ -55,7 +55,7 @@ fn copy_row_of<const BYTES: usize>(row: RowAddress<'_>, sink: &PlaneSink<'_>, po
     };
     // SAFETY: `RowAddress` lies in live memory for as many bytes as it was made for, the sink's
     // row length; `PlaneSink::row` is valid for that many writes; the caller's memory cannot
-    // overlap a file mapping that only engram knows, and is checked not to overlap a buffer.
+    // overlap a file mapping or zeros that only engram knows, and is checked not to overlap a buffer.
     unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), sink.row(position), bytes) };
 }
 

@@ -415,7 +415,7 @@ pub fn drop_cache(path: &Path) -> Result<u64> {
     if identity.len == 0 {
         return Ok(0);
     }
-    let map = Map::for_queries(&file, identity.len).map_err(refuse)?;
+    let map = Map::unregistered(&file, identity.len).map_err(refuse)?;
     let page = rustix::param::page_size() as u64;
     let mut states = Vec::new();
     map.resident(0..identity.len.div_ceil(page), &mut states)

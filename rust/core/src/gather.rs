@@ -20,6 +20,7 @@ mod sweep;
 
 pub(crate) use cached::{Wanted, restore};
 pub use prefetch::prefetch;
+pub(crate) use sweep::forget_faults;
 
 use std::time::{Duration, Instant};
 
@@ -117,6 +118,8 @@ struct Lane<'a> {
     /// The short way to this plane's mapped rows; needed unless all rows are read.
     cuts: Option<&'a Cuts>,
     belief: Belief,
+    /// Every row may be copied, without a look at its pages.
+    whole: bool,
     /// Rows that are not copied at once are advised of first and copied then, rather than read.
     advised: bool,
     /// Alignment of direct reads; `None` for reads through the page cache.
@@ -256,8 +259,10 @@ impl<'a> Round<'a> {
             for (index, (plane, sink)) in
                 reader.table().planes.iter().zip(&request.sinks).enumerate()
             {
+                let cuts = reader.cuts(index);
                 lanes.push(Lane {
-                    cuts: reader.cuts(index),
+                    cuts,
+                    whole: cuts.is_some_and(Cuts::is_whole),
                     reader,
                     plane,
                     sink,

@@ -88,7 +88,7 @@ impl Window {
     }
 }
 
-/// Address of one row inside a mapping or a buffer, proven to lie in it.
+/// Address of one row inside a mapping, a buffer or a few zeros, proven to lie in it.
 #[derive(Debug, Clone, Copy)]
 pub struct RowAddress<'m> {
     address: *const u8,
@@ -108,9 +108,10 @@ impl RowAddress<'_> {
         self.address
     }
 
-    /// A row of zeros; `None` for a long one.
+    /// A row of zeros; `None` for one that is longer than rows usually are.
     pub(crate) fn zeros(len: usize) -> Option<RowAddress<'static>> {
-        static ZEROS: [u8; 8192] = [0; 8192];
+        const LONGEST: usize = 8192;
+        static ZEROS: [u8; LONGEST] = [0; LONGEST];
         (len <= ZEROS.len()).then_some(RowAddress {
             address: ZEROS.as_ptr(),
             map: PhantomData,
@@ -144,13 +145,14 @@ impl Map {
     /// is replaced by zeros and listed in [`Map::lost`]; that is for the caller to look at, after
     /// every copy.
     pub fn new(file: &File, len: u64) -> io::Result<Self> {
-        let mut map = Self::for_queries(file, len)?;
+        let mut map = Self::unregistered(file, len)?;
         map.registered = Some(Registered::new(map.address(), map.len(), file.as_raw_fd())?);
         Ok(map)
     }
 
-    /// Maps the `len` bytes of `file` only to ask which of its pages are in memory.
-    pub fn for_queries(file: &File, len: u64) -> io::Result<Self> {
+    /// Maps the `len` bytes of `file` only to ask which of its pages are in memory, or to have them
+    /// read; nothing is ever copied from it.
+    pub fn unregistered(file: &File, len: u64) -> io::Result<Self> {
         let len =
             usize::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
         let map = MmapOptions::new().len(len).map_raw_read_only(file)?;
@@ -210,7 +212,7 @@ impl Map {
         self.map.advise(Advice::Normal)
     }
 
-    /// Faults fill pages of 2 MiB, where the filesystem can. `EINVAL` where the kernel has none.
+    /// Faults fill large pages, where the filesystem can. `EINVAL` where the kernel has none.
     pub fn advise_large_pages(&self) -> io::Result<()> {
         let advice = system::HUGE_PAGES.ok_or(io::ErrorKind::Unsupported)?;
         self.map.advise(advice)

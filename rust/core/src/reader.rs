@@ -323,7 +323,7 @@ impl Reader {
         self.cuts.get(plane)
     }
 
-    /// Looks whether all rows of a plane are believed resident by now.
+    /// Looks of each plane whether all its rows are believed resident by now.
     pub(crate) fn look_at_belief(&self) {
         for cuts in &self.cuts {
             cuts.look();

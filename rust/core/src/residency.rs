@@ -11,7 +11,7 @@
 )]
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use once_cell::race::OnceBox;
 
@@ -39,8 +39,8 @@ fn beyond(index: usize, count: u64) -> u64 {
 ///
 /// A second, much smaller set of bits says of each 64 pages whether all of them are believed
 /// resident, and a third says so of each 4,096 pages. Once a table has been prewarmed the third
-/// answers alone, from a line or a few for the largest table, where the full set would cost a cache
-/// miss per row.
+/// answers for any row, from a line or a few for the largest table, where the full set would cost a
+/// cache miss.
 #[derive(Debug)]
 pub struct Residency {
     /// Made when a page is first believed resident.
@@ -53,6 +53,34 @@ pub struct Residency {
     page_shift: u32,
     /// First page and end of what is never believed resident.
     barred: [AtomicU64; 2],
+}
+
+/// Whether all bits of `range` are set in the first of `levels`, each of which has a bit for every
+/// word of the one before.
+fn all_set(levels: &[&[AtomicU64]], range: Range<u64>) -> bool {
+    let Some((words, above)) = levels.split_first() else {
+        return false;
+    };
+    let all = |range: Range<u64>| {
+        let mut at = range.start;
+        while at < range.end {
+            let end = (at | 63).min(range.end - 1);
+            let mask = (u64::MAX >> (63 - (end - at))) << (at & 63);
+            let word = usize::try_from(at >> 6)
+                .ok()
+                .and_then(|word| words.get(word));
+            if word.is_none_or(|word| word.load(Ordering::Relaxed) & mask != mask) {
+                return false;
+            }
+            at = end + 1;
+        }
+        true
+    };
+    let whole = range.start.div_ceil(64)..range.end / 64;
+    if above.is_empty() || whole.start >= whole.end {
+        return all(range);
+    }
+    all(range.start..whole.start * 64) && all(whole.end * 64..range.end) && all_set(above, whole)
 }
 
 fn zeroed(count: u64) -> Box<[AtomicU64]> {
@@ -126,27 +154,10 @@ impl Residency {
         !words.is_empty() && pages.into_iter().all(|page| Self::bit(words, page))
     }
 
-    /// Whether every page of `[offset, offset + len)` is believed resident, for many pages.
+    /// As [`Residency::contains`], for so many bytes that a bit for each page would take long.
     pub fn contains_all(&self, offset: u64, len: u64) -> bool {
         let words = self.written();
-        if words.is_empty() {
-            return false;
-        }
-        let pages = self.pages_of(offset, len);
-        let mut page = pages.start;
-        while page < pages.end {
-            let (word, vast) = (page >> 6, page >> 12);
-            page = if Self::bit(&self.vast, vast) {
-                (vast + 1) << 12
-            } else if Self::bit(&self.full, word) {
-                (word + 1) << 6
-            } else if Self::bit(words, page) {
-                page + 1
-            } else {
-                return false;
-            };
-        }
-        true
+        !words.is_empty() && all_set(&[words, &self.full, &self.vast], self.pages_of(offset, len))
     }
 
     /// Notes that `pages` are in memory.
@@ -165,6 +176,11 @@ impl Residency {
                     if before | bit | beyond(index / 64, count) == u64::MAX {
                         let bit = 1 << (index / 64 % 64);
                         self.vast[index / 4096].fetch_or(bit, Ordering::Relaxed);
+                    }
+                    fence(Ordering::SeqCst);
+                    if word.load(Ordering::Relaxed) | beyond(index, self.pages) != u64::MAX {
+                        // Cleared meanwhile, perhaps before the bits above were there.
+                        self.not_full(index);
                     }
                 }
             }
@@ -198,12 +214,18 @@ impl Residency {
     pub fn clear(&self, pages: Range<u64>) {
         self.for_words(self.written(), pages, |index, word, mask| {
             if word.load(Ordering::Relaxed) & mask != 0 {
-                self.vast[index / 4096].fetch_and(!(1 << (index / 64 % 64)), Ordering::Relaxed);
-                self.full[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Relaxed);
                 word.fetch_and(!mask, Ordering::Relaxed);
-                GIVEN_UP.fetch_add(1, Ordering::Release);
+                fence(Ordering::SeqCst);
+                self.not_full(index);
             }
         });
+    }
+
+    /// Takes back that all pages of a word, and all around it, are believed resident.
+    fn not_full(&self, index: usize) {
+        self.vast[index / 4096].fetch_and(!(1 << (index / 64 % 64)), Ordering::Relaxed);
+        self.full[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Relaxed);
+        GIVEN_UP.fetch_add(1, Ordering::Release);
     }
 
     /// Pages of `pages` believed resident.

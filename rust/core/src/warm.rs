@@ -3,13 +3,15 @@
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
+use std::time::Instant;
 
 use crate::buffer::{HostBuffer, PlaneSink};
 use crate::cgroup;
 use crate::copy;
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::file::OpenFile;
-use crate::gather::Control;
+use crate::gather::{Control, forget_faults};
 use crate::map::Map;
 use crate::reader::{Advice, Reader};
 
@@ -17,9 +19,14 @@ use crate::reader::{Advice, Reader};
 /// to report progress and to stop soon.
 const STEP: u64 = 4 << 20;
 
-/// Bytes of a large page: a table that is mapped by such needs so many fewer entries that finding
-/// the memory behind a row no longer takes as long as reading it.
+const SMALL_PAGE: usize = 4096;
+
+/// Bytes of a large page, where small ones have 4 KiB: a table that is mapped by such needs so many
+/// fewer entries that finding the memory behind a row no longer takes as long as reading it.
 const LARGE_PAGE: u64 = 2 << 20;
+
+/// Faults that fill large pages read at most so far ahead of themselves.
+const READ_AHEAD: u64 = 6 * LARGE_PAGE;
 
 /// Pages asked about in one call: 1 GiB, answered in some milliseconds.
 const PROBE: u64 = 1 << 18;
@@ -103,9 +110,10 @@ fn room(available: u64) -> u64 {
     available.saturating_sub(available / 64 + 2 * STEP)
 }
 
-/// Reads up to `max_bytes` of the table sequentially into the page cache, in large pages where the
-/// filesystem has them, fills the mapping's page tables and notes the pages as resident. In any case it stops where the machine's or the control
-/// group's memory would have to give something else up: that might be what was read first.
+/// Reads up to `max_bytes` of the table sequentially into the page cache, what is not there yet in
+/// large pages where the filesystem has them, fills the mapping's page tables, touches the pages and
+/// notes them as resident. In any case it stops where the machine's or the control group's memory
+/// would have to give something else up: that might be what was read first.
 ///
 /// `progress` is called with bytes done and bytes to do; an error from it stops the work and keeps
 /// what was done. Returns the bytes made resident.
@@ -119,10 +127,23 @@ pub fn prewarm(
         .min(max_bytes.unwrap_or(u64::MAX))
         .min(room(cgroup::available_memory()));
     let mut done = 0;
+    let outcome = prewarm_ranges(reader, goal, &mut done, progress);
+    // Those that read are not to be taken for faults of copies.
+    forget_faults();
+    reader.look_at_belief();
+    outcome.map(|()| done)
+}
+
+fn prewarm_ranges(
+    reader: &Reader,
+    goal: u64,
+    done: &mut u64,
+    progress: &mut dyn FnMut(u64, u64) -> Result<()>,
+) -> Result<()> {
     let mut slot = HostBuffer::new(usize::try_from(STEP).unwrap_or(usize::MAX), false)?;
     progress(0, goal)?;
     for (index, bytes) in ranges(reader) {
-        if done >= goal {
+        if *done >= goal {
             break;
         }
         let file = &reader.files()[index];
@@ -130,75 +151,75 @@ pub fn prewarm(
         if let Ok(map) = file.map() {
             let _ = map.advise_normal();
         }
-        let outcome = prewarm_range(reader, index, bytes, goal, &mut done, &mut slot, progress);
+        let outcome = prewarm_range(reader, index, bytes, goal, done, &mut slot, progress);
         if let (Ok(map), true) = (file.map(), reader.advice() != Advice::Normal) {
             let _ = map.advise_random();
         }
         outcome.map_err(|error| error.in_table(&reader.table().name))?;
     }
-    reader.look_at_belief();
-    Ok(done)
+    Ok(())
 }
 
 /// Reads a range of a file into the page cache.
 struct Pull<'a> {
     file: &'a OpenFile,
     sequential: File,
-    /// A mapping through which large pages are filled whole, and the bytes that consist of such.
-    large: Option<(Map, Range<u64>)>,
+    /// A mapping whose faults fill large pages, and the part of the bytes that is read in this way:
+    /// whole ones, far enough from the end that nothing behind it is read. Rows are copied from
+    /// another mapping; without one large pages would be no use.
+    by_faults: Option<(Map, Range<u64>)>,
 }
 
 impl<'a> Pull<'a> {
     fn new(file: &'a OpenFile, bytes: &Range<u64>) -> Result<Self> {
-        let whole = bytes.start.next_multiple_of(LARGE_PAGE)..bytes.end / LARGE_PAGE * LARGE_PAGE;
+        let end = bytes.end.saturating_sub(READ_AHEAD) / LARGE_PAGE * LARGE_PAGE;
+        let aligned = bytes.start.next_multiple_of(LARGE_PAGE)..end;
         let sequential = file.reopen()?;
-        let large = (file.map().is_ok() && whole.start < whole.end)
-            .then(|| Map::for_queries(&sequential, file.len()).ok())
+        let useful = file.map().is_ok()
+            && aligned.start < aligned.end
+            && rustix::param::page_size() == SMALL_PAGE;
+        let by_faults = useful
+            .then(|| Map::unregistered(&sequential, file.len()).ok())
             .flatten()
             .filter(|map| map.advise_large_pages().is_ok())
-            .map(|map| (map, whole));
+            .map(|map| (map, aligned));
         Ok(Self {
             file,
             sequential,
-            large,
+            by_faults,
         })
     }
 
     /// Reads the beginning of `bytes`, up to [`STEP`]; returns how much.
     fn next(&mut self, bytes: Range<u64>, slot: &mut HostBuffer) -> Result<u64> {
-        if let Some((map, whole)) = &self.large {
-            let end = bytes.end.min(whole.end).min(bytes.start + STEP);
-            if whole.contains(&bytes.start) && end % LARGE_PAGE == 0 {
-                let range = usize::try_from(bytes.start).and_then(|start| {
-                    let end = usize::try_from(end)?;
-                    Ok(start..end)
-                });
-                // What cannot be had in this way is read, which also tells why it cannot.
+        let mut length = STEP.min(bytes.end - bytes.start);
+        if let Some((map, aligned)) = &self.by_faults {
+            if aligned.contains(&bytes.start) {
+                let end = aligned.end.min(bytes.start + STEP);
+                let range = usize::try_from(bytes.start)
+                    .and_then(|start| usize::try_from(end).map(|end| start..end));
                 if let Ok(range) = range
                     && map.populate(range.clone()).is_ok()
                 {
                     let _ = map.trim(range);
                     return Ok(end - bytes.start);
                 }
-                self.large = None;
+                // Read instead, which also tells why it cannot be had.
+                length = end - bytes.start;
+            } else if bytes.start < aligned.start {
+                length = length.min(aligned.start - bytes.start);
             }
-        }
-        let mut length = STEP.min(bytes.end - bytes.start);
-        if let Some((_, whole)) = &self.large
-            && bytes.start < whole.start
-        {
-            length = length.min(whole.start - bytes.start);
         }
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         let refuse = |error: std::io::Error| {
             Error::io("cannot prewarm", &error, self.file.path()).at_offset(bytes.start)
         };
         let place = &mut slot.as_mut_slice()[..length];
-        match self
+        let read = self
             .sequential
             .read_at(place, bytes.start)
-            .map_err(refuse)?
-        {
+            .map_err(refuse)?;
+        match read {
             0 => {
                 let doing = "cannot prewarm: the file ended early";
                 Err(Error::os(doing, libc::EIO, self.file.path()).at_offset(bytes.start))
@@ -255,14 +276,17 @@ fn populate(reader: &Reader, index: usize, bytes: Range<u64>) {
     }
     // Kernels before 5.14 cannot; rows are then mapped as they are first touched.
     let populated = map.populate(start..end).is_ok();
-    touch(map, start..end);
+    if populated && fault::still_on_top(Instant::now()).is_ok() {
+        touch(map, start..end);
+    }
     if let (true, Some(trimmer)) = (populated, reader.trimmer()) {
         trimmer.keep(index, bytes);
     }
 }
 
 /// Loads a byte of every page. A virtual machine may have to be given the memory behind a page when
-/// it is first used, which costs more than the copy of ten rows; reads by the device are no use.
+/// it uses it first, which costs more than the copy of ten rows, and that its device wrote there does
+/// not count.
 fn touch(map: &Map, bytes: Range<usize>) {
     let mut byte = [0];
     for offset in bytes.step_by(rustix::param::page_size()) {

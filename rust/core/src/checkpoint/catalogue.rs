@@ -258,3 +258,82 @@ impl Merged<'_> {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+    use safetensors::Dtype;
+
+    use super::*;
+
+    fn packs_of(tensors: &BTreeMap<(usize, String), u64>, files: usize) -> Vec<Packed> {
+        let entries = |file: usize| {
+            tensors
+                .iter()
+                .filter(move |((of, _), _)| *of == file)
+                .map(|((_, name), &begin)| TensorEntry {
+                    name: Cow::Borrowed(name.as_str()),
+                    dtype: Dtype::U8,
+                    shape: vec![begin % 3, 2],
+                    begin,
+                    end: begin + 1,
+                })
+                .collect::<Vec<_>>()
+        };
+        (0..files).map(|file| pack(&entries(file), file)).collect()
+    }
+
+    fn records(packed: &Packed) -> Vec<(String, Record, Vec<u64>)> {
+        let mut cursor = packed.cursor();
+        std::iter::from_fn(|| {
+            let (name, record) = cursor.next()?;
+            let shape = packed.kind(record.kind).1.to_vec();
+            Some((name.to_owned(), record, shape))
+        })
+        .collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn an_index_that_names_all_is_merged_as_any_other(
+            tensors in prop::collection::btree_map("[ab.]{1,6}", (0_usize..4, 0_u64..1000), 1..40),
+            change in 0_usize..4,
+            pick in any::<prop::sample::Index>(),
+        ) {
+            let in_files: BTreeMap<(usize, String), u64> =
+                tensors.iter().map(|(name, &(file, begin))| ((file, name.clone()), begin)).collect();
+            let mut entries: Vec<(Cow<'_, str>, u32)> = tensors
+                .iter()
+                .map(|(name, &(file, _))| (Cow::Borrowed(name.as_str()), file as u32))
+                .collect();
+            let mut in_files = in_files;
+            let place = pick.index(entries.len());
+            match change {
+                0 => {}
+                1 => drop(entries.remove(place)),
+                2 => entries[place].1 = (entries[place].1 + 1) % 4,
+                _ => {
+                    let (name, file) = &entries[place];
+                    in_files.insert((*file as usize + 1, name.to_string()), 7);
+                }
+            }
+            let packs = packs_of(&in_files, 5);
+            let listed = Listed { entries: &entries, files: 4, path: Path::new("index") };
+            let short = as_named(&packs, &listed).map(Packer::finish);
+            prop_assert_eq!(short.is_some(), change == 0);
+            if let Some(short) = short {
+                let mut merged = Merged {
+                    packer: Packer::default(),
+                    packs: &packs,
+                    files: &[],
+                    copies: Vec::new(),
+                };
+                each_name(&packs, |name, found| merged.only_one(name, found)).unwrap();
+                prop_assert_eq!(records(&short), records(&merged.packer.finish()));
+            }
+        }
+    }
+}

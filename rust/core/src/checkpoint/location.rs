@@ -213,7 +213,7 @@ impl Directory {
 
     fn found(&self, name: &OsStr) -> Found {
         let path: Arc<Path> = self.path.join(name).into();
-        let resolved = if self.path == self.resolved {
+        let resolved = if self.path.as_os_str() == self.resolved.as_os_str() {
             Arc::clone(&path)
         } else {
             self.resolved.join(name).into()
@@ -288,6 +288,7 @@ impl Directory {
         let mut absent = Vec::new();
         let mut links = Vec::new();
         for name in names {
+            // A file may really be called so, and is refused below all the same.
             if !name.contains('\\')
                 && let Some(file) = self.listed(OsStr::new(name.as_ref()))
             {

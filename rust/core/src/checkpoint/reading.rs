@@ -123,7 +123,7 @@ impl Early {
         }
     }
 
-    /// What was read of `file`, if it has the same number here.
+    /// What was read of `file`, if it has the same number here and comes from the same listing.
     fn take(&mut self, number: usize, file: &Found) -> Option<(Identity, Contents)> {
         let same = self
             .found

@@ -187,6 +187,7 @@ fn lanes_of<'a>(request: &'a Request<'_, '_>) -> Lanes<'a> {
     planes
         .map(|(plane, sink)| Lane {
             cuts: None,
+            whole: false,
             reader,
             plane,
             sink,

@@ -256,6 +256,7 @@ impl Round<'_> {
             .filter(|lane| Way::of(lane) == self.way)
             .map(|lane| Lane {
                 belief: Belief::All,
+                whole: true,
                 ..*lane
             })
             .collect();

@@ -152,7 +152,7 @@ fn sweep_range(
         cuts,
         // Where rows are cached, memory is short: pages come and go.
         verify: verify || lane.keeper.is_some() || lane.reader.verifies(),
-        whole: lane.belief == Belief::All || cuts.is_whole(),
+        whole: lane.whole,
         zeros: RowAddress::zeros(lane.sink.row_bytes()),
         answers: Vec::new(),
         denied: 0,
@@ -169,7 +169,7 @@ fn sweep_range(
             let mut end = strip.end;
             if sweep.rest.is_none() && !sweep.verify {
                 position = sweep.copy_believed(position..strip.end);
-                // What it stopped at is dealt with one by one, the rest of the strip need not be.
+                // The block it stopped at is handled row by row; after it, blocks are tried again.
                 end = (position + BLOCK).min(strip.end);
             }
             sweep.sort_out(index, position..end, range.end);
@@ -216,8 +216,8 @@ struct Sweep<'l> {
 impl<'l> Sweep<'l> {
     /// Copies blocks as long as all their rows are believed resident; returns where it stopped.
     ///
-    /// Rows are found before the rows ahead of them are copied, so that no copy is without rows to
-    /// look ahead to.
+    /// A block is found while the last rows of the one before have not been copied yet, so that these
+    /// have rows to look ahead to.
     #[inline]
     fn copy_believed(&mut self, strip: Range<usize>) -> usize {
         let lane = self.lane;
@@ -226,14 +226,16 @@ impl<'l> Sweep<'l> {
         let mut position = strip.start;
         let mut stopped = false;
         loop {
-            let block = &lane.ids[found..(found + BLOCK).min(strip.end)];
+            // From the first few on the copy itself stays so many rows ahead.
+            let few = found == strip.start;
+            let most = if few { AHEAD } else { BLOCK };
+            let block = &lane.ids[found..(found + most).min(strip.end)];
             if !stopped && !block.is_empty() {
                 let places = &mut addresses[held..held + block.len()];
                 stopped = !self.find_block(block, places);
                 if !stopped {
-                    if found == strip.start {
-                        // From then on the copy itself stays this many rows ahead.
-                        for address in places.iter().take(AHEAD) {
+                    if few {
+                        for address in &*places {
                             address.load_soon(lane.sink.row_bytes());
                         }
                     }
@@ -254,7 +256,8 @@ impl<'l> Sweep<'l> {
         position
     }
 
-    /// Finds the rows of a block; whether all may be copied.
+    /// Finds the rows of a block; whether all may be copied. Not with a pad among rows that are longer
+    /// than the zeros there are.
     #[inline]
     fn find_block(&mut self, block: &[i64], addresses: &mut [RowAddress<'l>]) -> bool {
         let cuts = self.cuts;
@@ -386,6 +389,13 @@ fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize) -> bool {
 thread_local! {
     /// Major faults of this thread when they were last looked at.
     static SEEN: Cell<Option<i64>> = const { Cell::new(None) };
+}
+
+/// Whatever faulted so far was no copy.
+pub(crate) fn forget_faults() {
+    if SEEN.get().is_some() {
+        SEEN.set(Some(system::major_faults()));
+    }
 }
 
 /// Notes how many major faults this thread has had before its first sweep.

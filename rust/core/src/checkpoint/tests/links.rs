@@ -28,6 +28,11 @@ fn file_names_that_an_index_may_not_use() {
         folder.index(&[("left", name)]);
         refused_with(folder.path(), &[problem, "model.safetensors.index.json"]);
     }
+    let odd = "odd\\name.safetensors";
+    folder.tensors(odd, &[tensor("left", "U8", &[1, 1])]);
+    folder.index(&[("left", odd)]);
+    refused_with(folder.path(), &["backslash"]);
+    fs::remove_file(folder.join(odd)).unwrap();
     folder.tensors("below/c.safetensors", &[tensor("c", "U8", &[1, 1])]);
     folder.index(&[("c", "./below/c.safetensors")]);
     assert_eq!(open(folder.path()).read_tensor("c", 1).unwrap().len(), 1);
