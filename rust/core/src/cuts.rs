@@ -109,11 +109,12 @@ impl Cuts {
             clippy::cast_possible_truncation,
             reason = "at most the number of pieces"
         )]
-        let cut = &self.pieces[(guess as usize).min(self.pieces.len() - 1)];
-        match cut.window.row(id.wrapping_sub(cut.first_row)) {
-            Some(address) => (cut, address),
-            None => self.search(id),
-        }
+        let guessed = self.pieces.get(guess as usize);
+        let placed = guessed.and_then(|cut| {
+            let address = cut.window.row(id.wrapping_sub(cut.first_row))?;
+            Some((cut, address))
+        });
+        placed.unwrap_or_else(|| self.search(id))
     }
 
     #[cold]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::fetch::uring;
 use crate::file::{NoMap, OpenFile};
 
 /// How rows are read.
@@ -166,19 +167,30 @@ fn resolve_mapping(
     Ok(true)
 }
 
+/// What to do about a ring that is refused for this reason, to be put after it.
+pub(crate) fn ring_hint(errno: i32) -> &'static str {
+    match errno {
+        libc::EPERM => {
+            ": a seccomp profile or kernel.io_uring_disabled forbids it; allow io_uring_setup, io_uring_enter and io_uring_register"
+        }
+        libc::ENOSYS => ": this system has no io_uring, or one older than Linux 5.11",
+        libc::ENOMEM => ": raise the locked-memory limit (`ulimit -l`)",
+        _ => "",
+    }
+}
+
 fn resolve_engine(asked: Io, fallbacks: &mut Vec<String>) -> Result<Engine> {
-    match crate::fetch::uring::probe() {
+    // A first ring takes as long as opening ten files, which need not wait for it where threads may
+    // read as well.
+    let may_be_had = match asked {
+        Io::Auto => uring::allowed(),
+        _ => uring::probe(),
+    };
+    match may_be_had {
         Ok(()) => Ok(Engine::Uring),
         Err(error) => {
             let errno = error.raw_os_error().unwrap_or(libc::ENOSYS);
-            let hint = match errno {
-                libc::EPERM => {
-                    ": a seccomp profile or kernel.io_uring_disabled forbids it; allow io_uring_setup, io_uring_enter and io_uring_register"
-                }
-                libc::ENOSYS => ": this system has no io_uring, or one older than Linux 5.11",
-                libc::ENOMEM => ": raise the locked-memory limit (`ulimit -l`)",
-                _ => "",
-            };
+            let hint = ring_hint(errno);
             if asked == Io::Uring {
                 return Err(Error::Io {
                     doing: format!("io=\"uring\" cannot make a ring{hint}"),

@@ -358,6 +358,11 @@ pub fn acquire() -> io::Result<Ring> {
     kept.map_or_else(Ring::new, Ok)
 }
 
+/// Whether the kernel lets this process make rings, without making one; its reason otherwise.
+pub fn allowed() -> io::Result<()> {
+    Queue::allowed()
+}
+
 /// Whether a ring can be made here and now; the kernel's reason otherwise.
 pub fn probe() -> io::Result<()> {
     keep(acquire()?);

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::fetch::pool::Pool;
 use crate::fetch::{Batch, Cost, Fetch};
 use crate::file::OpenFile;
-use crate::mode::{Engine, Io};
+use crate::mode::{self, Engine, Io};
 use crate::plan::{AT_ONCE, Coalesce, Plan, Read, Want};
 use crate::reader::Reader;
 use crate::threads;
@@ -215,8 +215,9 @@ pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
     match uring::acquire() {
         Ok(ring) => Ok(Box::new(Uring::from(ring))),
         Err(error) if reader.mode().asked != Io::Uring => {
+            let hint = mode::ring_hint(error.raw_os_error().unwrap_or(libc::EIO));
             reader.note_fallback(&format!(
-                "io_uring refused later ({error}); threads read instead"
+                "io_uring refused later ({error}{hint}); threads read instead"
             ));
             Ok(Box::new(Pool))
         }

@@ -101,7 +101,7 @@ pub(super) fn shares(
     for (index, length) in lengths.enumerate() {
         let mut start = 0;
         while start < length {
-            let share = (left / (3 * threads)).clamp(FEWEST_SHARED, STRIP);
+            let share = (left / (3 * threads)).clamp(FEWEST_SHARED, 4 * STRIP);
             let end = (start + share).min(length);
             tasks.push((index, start..end));
             left -= end - start;

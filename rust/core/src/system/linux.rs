@@ -171,6 +171,15 @@ pub(crate) fn place(
 pub(crate) struct Queue(IoUring);
 
 impl Queue {
+    /// Whether the kernel lets this process have any; its reason otherwise.
+    pub(crate) fn allowed() -> io::Result<()> {
+        match IoUring::new(0) {
+            // Refused for having no entries, which comes after whether there may be any at all.
+            Err(error) if error.raw_os_error() != Some(libc::EINVAL) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Makes the queues, or gives the kernel's reason why there can be none.
     pub(crate) fn new(depth: u32) -> io::Result<Self> {
         let uring = IoUring::builder()

@@ -3,10 +3,6 @@
 use super::*;
 use crate::warm::prewarm;
 
-fn quiet(_done: u64, _total: u64) -> Result<()> {
-    Ok(())
-}
-
 /// Ten megabytes in three pieces that begin anywhere.
 fn warmed() -> (Fixture, Reader) {
     let fixture = Fixture::new(&[160], &[(25_000, 4099), (30_000, 1), (5_000, 777)], 2);
@@ -24,7 +20,7 @@ fn a_prewarmed_table_is_believed_whole_until_a_belief_is_given_up() {
     let (fixture, reader) = warmed();
     assert!(!is_whole(&reader));
     let bytes = fixture.table.total_bytes();
-    assert_eq!(prewarm(&reader, None, &mut quiet).unwrap(), bytes);
+    assert_eq!(prewarm(&reader, None, &mut |_, _| Ok(())).unwrap(), bytes);
     assert!(is_whole(&reader));
     let other = fixture.open_with(Io::Auto, 0).unwrap();
     assert!(is_whole(&other), "files that are open already are shared");
@@ -69,7 +65,10 @@ fn a_prewarmed_table_is_believed_whole_until_a_belief_is_given_up() {
 fn prewarming_ends_at_its_maximum_and_at_the_end_of_a_cut_file() {
     let (fixture, reader) = warmed();
     for bytes in [1, 159, 4096, 2 << 20, 5_000_001] {
-        assert_eq!(prewarm(&reader, Some(bytes), &mut quiet).unwrap(), bytes);
+        assert_eq!(
+            prewarm(&reader, Some(bytes), &mut |_, _| Ok(())).unwrap(),
+            bytes
+        );
         assert!(!is_whole(&reader));
     }
     let file = fs::File::options()
@@ -77,7 +76,7 @@ fn prewarming_ends_at_its_maximum_and_at_the_end_of_a_cut_file() {
         .open(&fixture.paths[0])
         .unwrap();
     file.set_len(3_000_000).unwrap();
-    let error = prewarm(&reader, None, &mut quiet).unwrap_err();
+    let error = prewarm(&reader, None, &mut |_, _| Ok(())).unwrap_err();
     let Error::Io { errno, place, .. } = &error else {
         panic!("{error}");
     };
@@ -91,7 +90,7 @@ fn pads_are_zeros_in_rows_of_any_length() {
     for row_bytes in [1, 8, 160, 8191, 8192, 8193, 20_000] {
         let fixture = Fixture::new(&[row_bytes], &[(300, 5)], 1);
         let reader = fixture.open(Io::Auto).unwrap();
-        prewarm(&reader, None, &mut quiet).unwrap();
+        prewarm(&reader, None, &mut |_, _| Ok(())).unwrap();
         let ids: Vec<i64> = (0..700_i64)
             .map(|index| if index % 5 == 1 { -1 } else { index * 31 % 300 })
             .collect();
