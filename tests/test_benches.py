@@ -101,7 +101,9 @@ def test_opening(directory):
     assert told.returncode == 0, told.stderr
     opening = json.loads((directory / "o.json").read_text())["opening"]
     assert (opening["pieces"], opening["files"]) == (128, 131)
-    ways = {"engram", "all", "held"} | ({"torch"} if importlib.util.find_spec("torch") else set())
+    ways = {"engram", "described", "all", "held"}
+    if importlib.util.find_spec("torch"):
+        ways.add("torch")
     assert set(opening["seconds_first"]) == ways
     assert 0 < opening["memory"][0]["resident"] < 64 << 20
 

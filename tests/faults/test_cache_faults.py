@@ -222,5 +222,7 @@ def test_memory_stays_within_the_budget(million_rows, cached, threads):
     assert seen["most"] > 0.9 * (cached << 20), "it is used"
     beside = (2 + 4 * threads) << 20
     assert seen["most"] < (cached << 20) + beside
-    assert seen["moving"] < seen["most"] + ((9 << 20) if cached >= 32 else (1 << 20))
+    # Of many threads' most, looked for every millisecond, up to two megabytes are missed.
+    missed = 0 if threads == 1 else 2 << 20
+    assert seen["moving"] < seen["most"] + missed + ((9 << 20) if cached >= 32 else (1 << 20))
     assert seen["small"] < (8 << 20) + beside
