@@ -242,6 +242,7 @@ def _methods(gather: engram.FileGather, view: NDArray[np.uint8]) -> tuple[list[M
                 torch.from_numpy(out).view(-1, out.shape[-1]),
             ),
             lambda call: torch.index_select(tensor, 0, call[0], out=call[1]),
+            lingers=True,
         )
     )
     notes.append(
