@@ -91,15 +91,20 @@ fn as_named(packs: &[Packed], listed: &Listed<'_>) -> Option<Packer> {
         if found != name {
             return None;
         }
-        let (dtype, shape) = packs[file].kind(record.kind);
-        let record = Record {
-            kind: packer.kind(dtype, shape),
-            listing: Listing::Named,
-            ..record
-        };
-        packer.push(name, record);
+        push(&mut packer, packs, name, &record, Listing::Named);
     }
     Some(packer)
+}
+
+/// Adds a record of one file to those of all.
+fn push(packer: &mut Packer, packs: &[Packed], name: &str, record: &Record, listing: Listing) {
+    let (dtype, shape) = packs[record.file].kind(record.kind);
+    let record = Record {
+        kind: packer.kind(dtype, shape),
+        listing,
+        ..*record
+    };
+    packer.push(name, record);
 }
 
 /// Calls `visit` with every name in order and all records that have it, in the order of files.
@@ -233,14 +238,7 @@ impl Merged<'_> {
     }
 
     fn push(&mut self, name: &str, record: &Record, listing: Listing) {
-        let (dtype, shape) = self.packs[record.file].kind(record.kind);
-        let kind = self.packer.kind(dtype, shape);
-        let record = Record {
-            kind,
-            listing,
-            ..*record
-        };
-        self.packer.push(name, record);
+        push(&mut self.packer, self.packs, name, record, listing);
     }
 
     /// The error for a tensor that is not where the index says.
