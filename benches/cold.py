@@ -3,8 +3,9 @@
 Before every call the page cache of the table's file is dropped, if calls since the last drop may
 have left any of the batch resident, and mincore is asked: what it finds is printed as "left". Each
 call has ids of its own; methods take turns in changing order; every row is checked, outside of what
-is timed. numpy, torch and the pool read through a mapping with advice for random access, without
-which each fault reads megabytes; the line "no advice" shows that.
+is timed. Figures compare times by distinct rows, of which text has now more and now fewer. numpy,
+torch and the pool read through a mapping with advice for random access, without which each fault
+reads megabytes; the line "no advice" shows that.
 
     python benches/cold.py [--ids uniform|text] [--rows 16,256,4096] [--size 47.7GiB]
 """
@@ -14,6 +15,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +23,7 @@ import engram
 from engram.cli.baselines import (
     POOL_THREADS,
     MappedTable,
+    advice_then_copy,
     gathering,
     numpy_take,
     present,
@@ -36,7 +39,9 @@ from support.kernel import PAGE, FilePages
 from support.report import Report
 
 ROUNDS = 400
-LEAST = 5
+LEAST = ((1024, 40), (8192, 15), (None, 8))
+"""Calls of each method at least, for batches of up to so many rows: the device is never quite the
+same from one call to the next."""
 ALWAYS_DROP_ROWS = 1024
 """Up to this many rows each page of a batch is looked up; above, the whole file is dropped."""
 FAULTING_CALLS = 3
@@ -145,6 +150,7 @@ def compare(
             numpy_take("np.take", mapped, before, FAULTING_CALLS),
             torch_select("torch.index_select", mapped, before, FAULTING_CALLS),
             threads_over_map(f"{POOL_THREADS} threads over a map", mapped, before, FAULTING_CALLS),
+            advice_then_copy("advice, then copy", gather, mapped, before),
         ]
     )
     direct = modes.get("direct")
@@ -152,6 +158,7 @@ def compare(
         methods.append(bare.uring("bare io_uring", gather, direct=False, before=before))
         if direct is not None and direct.stats()["io"]["direct_alignment"]:
             methods.append(bare.uring("bare io_uring, direct", direct, direct=True, before=before))
+    methods = [replace(method, work=lambda wanted: len(np.unique(wanted))) for method in methods]
     for name, supply in ids.supplies(chosen, info, report).items():
         measurements = []
         for rows in chosen.rows:
@@ -165,7 +172,7 @@ def compare(
                 lambda wanted: table.expected(wanted)["weight"],
                 seconds=chosen.seconds,
                 rounds=ROUNDS,
-                least=2 if chosen.quick else LEAST,
+                least=2 if chosen.quick else least_calls(rows),
                 bytes_read=bytes_read,
             )
             measurements += [
@@ -174,6 +181,11 @@ def compare(
             ]
             figures(report, name, rows, results, most)
         report.add(measurements)
+
+
+def least_calls(rows: int) -> int:
+    """How often each method runs at least."""
+    return next(calls for most, calls in LEAST if most is None or rows <= most)
 
 
 class MostRead:
@@ -209,7 +221,7 @@ def figures(report: Report, name: str, rows: int, results: dict, most: MostRead)
     ):
         if ours not in results or theirs not in results:
             continue
-        taken, ideal = results[ours].median, results[theirs].median
+        taken, ideal = results[ours].comparable, results[theirs].comparable
         if rows >= 4096:
             report.figure(f"{label}: {theirs} / {ours}", ideal / taken, at_least=0.95)
         elif rows in (16, 256):

@@ -29,6 +29,7 @@ import engram
 from engram.cli.baselines import (
     POOL_THREADS,
     MappedTable,
+    advice_then_copy,
     gathering,
     numpy_take,
     present,
@@ -37,7 +38,7 @@ from engram.cli.baselines import (
 )
 from engram.cli.measured import Measurement
 from engram.cli.page_cache import bytes_read
-from engram.cli.timing import Method, interleaved
+from engram.cli.timing import Method, Result, interleaved
 from support import bare, ids, options, pressure
 from support.kernel import PAGE, FilePages, drop_pages, make_resident
 from support.report import Report
@@ -275,23 +276,17 @@ def measure(
     if missing == 0:
         report.note(f"{share:.0%} resident, {name} ids, {rows:,} rows: none is missing")
         return
-    counts: dict[str, list[int]] = {}
 
     def noted(method: Method, own=None, most: int | None = None) -> Method:
         """The same method; how many of its rows are missing is counted right before it runs."""
-        counts[method.name] = []
-        return replace(
-            method,
-            before=lambda wanted: counts[method.name].append(state.note_read(wanted)),
-            batches=own,
-            most=most,
-        )
+        return replace(method, work=state.note_read, batches=own, most=most)
 
     faulting_calls = max(1, min(FAULTING_CALLS, MOST_FAULTS // missing))
     mapped = [
         numpy_take("np.take", known.mapped),
         torch_select("torch.index_select", known.mapped),
         threads_over_map(f"{POOL_THREADS} threads over a map", known.mapped),
+        advice_then_copy("advice, then copy", known.gather, known.mapped),
     ]
     methods = [
         noted(gathering("engram", known.gather)),
@@ -324,21 +319,17 @@ def measure(
         Measurement(label, name, rows, method, result) for method, result in results.items()
     ]
     if rows >= 4096:
-        per_row = {
-            method: float(np.median(np.array(result.seconds) / np.maximum(counts[method], 1)))
-            for method, result in results.items()
-            if method in counts
-        }
-        figures(report, f"{label}, {name} ids, {rows:,} rows", per_row)
+        figures(report, f"{label}, {name} ids, {rows:,} rows", results)
 
 
-def figures(report: Report, label: str, per_row: dict[str, float]) -> None:
+def figures(report: Report, label: str, results: dict[str, Result]) -> None:
     """What is promised of batches that are resident in part, by time per distinct missing row."""
     for cold in ("engram, only missing", "bare io_uring, only missing"):
-        if cold in per_row:
-            ratio = per_row["engram"] / per_row[cold]
+        if cold in results:
+            ideal = results[cold].comparable
+            ratio = results["engram"].comparable / ideal
             report.figure(f"{label}: engram / {cold}", ratio, at_most=1.1)
-            ratio = per_row["engram, just opened"] / per_row[cold]
+            ratio = results["engram, just opened"].comparable / ideal
             report.figure(f"{label}: just opened / {cold}", ratio, at_most=1.15)
 
 

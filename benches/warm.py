@@ -18,6 +18,7 @@ import engram
 from engram.cli.baselines import (
     POOL_THREADS,
     MappedTable,
+    advice_then_copy,
     gathering,
     numpy_take,
     present,
@@ -86,6 +87,7 @@ def rows_section(chosen, report: Report) -> None:
                 torch_select("torch.index_select", mapped),
                 *(gathering(f"engram, io={mode!r}", opened) for mode, opened in modes.items()),
                 threads_over_map(f"{POOL_THREADS} threads over a map", mapped, most=POOL_CALLS),
+                advice_then_copy("advice, then copy", gather, mapped),
             ]
         )
         for name, supply in ids.supplies(chosen, info, report).items():
@@ -151,7 +153,7 @@ def figures(report: Report, name: str, rows: int, medians: dict[str, float]) -> 
         )
     if rows >= 256:
         report.figure(
-            f"{label}: advice then copy / engram", medians["engram, io='mmap'"] / ours, at_least=10
+            f"{label}: advice, then copy / engram", medians["advice, then copy"] / ours, at_least=10
         )
 
 

@@ -298,6 +298,7 @@ def test_every_reader_gives_the_stored_rows(checkpoint, request):
                 baselines.numpy_take("numpy", mapped),
                 baselines.threads_over_map("threads", mapped),
                 baselines.torch_select("torch", mapped),
+                baselines.advice_then_copy("advice", gather, mapped),
             ]
         )
         for method in methods:
@@ -350,7 +351,13 @@ def test_methods_may_run_less_often_and_have_ids_of_their_own():
             batches=iter(np.arange(100).reshape(-1, 2)),
         ),
         timing.Method("clock", lambda ids, out: 5.0, lambda call: call, own_clock=True),
-        timing.Method("lost", lambda ids, out: None, lambda call: None, delivers=False),
+        timing.Method(
+            "lost",
+            lambda ids, out: None,
+            lambda call: None,
+            work=lambda ids: int(ids[0]),
+            delivers=False,
+        ),
     ]
     counter = iter(range(0, 10_000, 7))
     results = timing.interleaved(
@@ -365,6 +372,8 @@ def test_methods_may_run_less_often_and_have_ids_of_their_own():
     assert told == [2] * 5
     assert (results["own"].rows, results["own"].wrong) == (10, 0)
     assert results["lost"].rows == 0
+    assert len(results["lost"].work) == 5
+    assert results["all"].work == []
     assert results["few"].bytes_read == 14
     clocked = timing.interleaved(
         methods[3:4], iter(np.arange(80).reshape(-1, 4)), expected, seconds=0, rounds=9, least=3
@@ -373,6 +382,48 @@ def test_methods_may_run_less_often_and_have_ids_of_their_own():
     assert clocked.wrong == 12
     assert clocked.quantile(0.99) == clocked.median == 5.0
     assert clocked.bytes_read is None
+
+
+def test_calls_are_compared_by_what_they_had_to_do():
+    equal = timing.Result(seconds=[2.0, 9.0, 4.0])
+    assert equal.comparable == equal.median == 4.0
+    # Nothing to do is never divided by.
+    differing = timing.Result(seconds=[2.0, 9.0, 4.0], work=[1, 9, 0])
+    assert (differing.median, differing.comparable) == (4.0, 2.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no advice on files")
+def test_advice_covers_each_page_once(packed, monkeypatch):
+    given: list[tuple[int, int, int]] = []
+
+    def note(descriptor, start, length, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        assert start % mmap.PAGESIZE == length % mmap.PAGESIZE == 0 < length
+        given.append((os.fstat(descriptor).st_ino, start, start + length))
+
+    with engram.FileGather(packed.directory, 0) as gather:
+        ids = np.random.default_rng(3).integers(0, gather.num_rows, 300)
+        mapped = baselines.MappedTable(gather)
+        method = baselines.advice_then_copy("advice", gather, mapped)
+        assert method is not None
+        out = np.zeros((300, gather.row_bytes), np.uint8)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fadvise", note)
+            method.run(method.prepare(ids, out))
+        wanted = set()
+        for plane in gather.planes:
+            for piece in plane.pieces:
+                inode = os.stat(piece.file).st_ino
+                rows = ids[(ids >= piece.first_row) & (ids < piece.first_row + piece.rows)]
+                for start in (piece.offset + (rows - piece.first_row) * plane.row_bytes).tolist():
+                    last = (start + plane.row_bytes - 1) // mmap.PAGESIZE
+                    wanted |= {(inode, page) for page in range(start // mmap.PAGESIZE, last + 1)}
+        pages = [
+            (inode, page)
+            for inode, start, end in given
+            for page in range(start // mmap.PAGESIZE, end // mmap.PAGESIZE)
+        ]
+        assert set(pages) == wanted
 
 
 def test_threads_that_go_on_running_are_waited_for():

@@ -137,7 +137,7 @@ class Report:
             self._best_mode(f"{state}, {ids} ids", group)
 
     def _best_mode(self, label: str, group: Sequence[Measurement]) -> None:
-        cells = {(entry.method, entry.rows): entry.median for entry in group}
+        cells = {(entry.method, entry.rows): entry.result.comparable for entry in group}
         ratios = [
             (cells["engram", rows] / cells[method, rows], rows, method)
             for method, rows in cells

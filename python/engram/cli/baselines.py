@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -222,6 +223,71 @@ def numpy_take(
         before,
         most=most,
     )
+
+
+class _Advice:
+    """Advice to the kernel that pages of rows will be needed, one call for each range of pages.
+
+    Args:
+        gather: The table; only its description is used.
+    """
+
+    def __init__(self, gather: FileGather) -> None:
+        descriptors = {path: os.open(path, os.O_RDONLY) for path in gather.files}
+        weakref.finalize(self, _close_all, list(descriptors.values()))
+        self._planes = [
+            (plane.row_bytes, [(run, descriptors[run.file]) for run in _runs(plane)])
+            for plane in gather.planes
+        ]
+
+    def give(self, ids: Ids) -> None:
+        """For the rows `ids`, which rise. Ranges that touch are one."""
+        advise, will_need = os.posix_fadvise, os.POSIX_FADV_WILLNEED
+        page = mmap.PAGESIZE
+        for row_bytes, runs in self._planes:
+            cuts = np.searchsorted(ids, [run.first_row for run, _ in runs[1:]])
+            for (run, descriptor), rows in zip(runs, np.split(ids, cuts), strict=True):
+                if len(rows) == 0:
+                    continue
+                offsets = run.offset + (rows - run.first_row) * row_bytes
+                first = offsets // page * page
+                last = (offsets + (row_bytes + page - 1)) // page * page
+                parted = np.flatnonzero(first[1:] > last[:-1])
+                starts = np.concatenate((first[:1], first[parted + 1]))
+                ends = np.concatenate((last[parted], last[-1:]))
+                for start, length in zip(starts.tolist(), (ends - starts).tolist(), strict=True):
+                    advise(descriptor, start, length, will_need)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def advice_then_copy(
+    name: str,
+    gather: FileGather,
+    table: MappedTable,
+    before: Callable[[Ids], object] | None = None,
+) -> Method | None:
+    """How servers that read from a mapping do it, in Python: distinct ids, advice, then the copy.
+
+    `POSIX_FADV_WILLNEED` for each range of pages, the distinct rows from the mapping, and those to
+    their places. What `io="mmap"` does natively. None where the system has no such advice.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    advice = _Advice(gather)
+
+    def run(call: tuple[Ids, Bytes]) -> None:
+        ids, out = call
+        distinct, places = np.unique(ids, return_inverse=True)
+        advice.give(distinct)
+        rows = np.empty((len(distinct), out.shape[-1]), np.uint8)
+        table.take(distinct, rows)
+        np.take(rows, places, axis=0, out=out, mode="clip")
+
+    return Method(name, _flattened, run, before)
 
 
 def threads_over_map(

@@ -34,6 +34,8 @@ class Method:
         run: Gathers into a uint8 array of shape `[*ids.shape, row_bytes]`; timed.
         before: Called with the ids right before `run`, such as to drop the page cache; not timed.
         batches: Ids of its own, where it is to do other work than the rest.
+        work: How much there is to do for some ids, where batches of one size differ in that, such
+            as the rows that are missing; called right before `before`, not timed.
         most: Runs at most this often; for methods that take long.
         own_clock: `run` returns the seconds that count.
         delivers: Whether rows arrive; those of a bare read loop do not, and cannot be checked.
@@ -47,6 +49,7 @@ class Method:
     run: Callable[[Any], object]
     before: Callable[[NDArray[np.int64]], object] | None = None
     batches: Iterator[NDArray[np.int64]] | None = None
+    work: Callable[[NDArray[np.int64]], int] | None = None
     most: int | None = None
     own_clock: bool = False
     delivers: bool = True
@@ -59,6 +62,7 @@ class Result:
 
     Attributes:
         seconds: Duration of each call.
+        work: How much each call had to do, where that was counted.
         cpu_seconds: Processor time of all threads of this process during the calls, together; None
             where a method that keeps its own time does more than what it times.
         bytes_read: Bytes read from devices during the calls, together; None where not counted.
@@ -67,6 +71,7 @@ class Result:
     """
 
     seconds: list[float] = field(default_factory=lambda: [])
+    work: list[int] = field(default_factory=lambda: [])
     cpu_seconds: float | None = None
     bytes_read: int | None = None
     rows: int = 0
@@ -76,6 +81,14 @@ class Result:
     def median(self) -> float:
         """Median seconds per call."""
         return statistics.median(self.seconds)
+
+    @property
+    def comparable(self) -> float:
+        """Median seconds per call, or by what calls had to do where that was counted."""
+        if not self.work:
+            return self.median
+        pairs = zip(self.seconds, self.work, strict=True)
+        return statistics.median(seconds / max(1, work) for seconds, work in pairs)
 
     def quantile(self, share: float) -> float:
         """Seconds that `share` of the calls, from 0 to 1, took at most."""
@@ -171,6 +184,8 @@ def _call(
     bytes_read: Callable[[], int] | None,
 ) -> None:
     prepared = method.prepare(ids, out)
+    if method.work is not None:
+        result.work.append(method.work(ids))
     if method.before is not None:
         method.before(ids)
     read = 0 if bytes_read is None else bytes_read()

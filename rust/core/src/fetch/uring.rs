@@ -9,7 +9,8 @@
 //!         "again" -> ask again, then read blocking; error -> stop
 //! ```
 //!
-//! Three things depart from the plain loop. Waiting asks for a fraction of what is in flight rather
+//! Four things depart from the plain loop. Reads are handed over a few at a time, so that the device
+//! works on the first while the rest is prepared. Waiting asks for a fraction of what is in flight rather
 //! than one, which saves system calls and keeps the device's queue nearly full. A batch that stops
 //! early leaves its ring to a background thread, which waits for the stragglers before the slots
 //! they write to are used again. Rings are kept for the next batch: making one costs as much as
@@ -38,6 +39,15 @@ const SLOT_MEMORY: usize = 16 << 20;
 
 /// Of the reads in flight, the share to wait for in one system call is one in this many.
 const WAIT_SHARE: usize = 8;
+
+/// Reads handed over in one system call while fewer than [`SHALLOW`] are in flight. The kernel keeps
+/// more than two back from the device until the last of them is prepared, which an idle device
+/// waits for: 16 reads that miss take a fifth longer when they are handed over together.
+const PAIR: usize = 2;
+const SHALLOW: usize = 32;
+
+/// Reads handed over in one system call when the device has work.
+const GROUP: usize = 16;
 
 #[derive(Debug, Clone, Copy)]
 struct Slot {
@@ -237,6 +247,7 @@ impl Ring {
         let mut busy = true;
         let mut checked = Instant::now();
         while left > 0 {
+            let mut queued = 0;
             while next < batch.reads.len() && self.in_flight < depth {
                 let Some(slot) = self.free.pop() else { break };
                 let expected = batch.expected(&batch.reads[next]);
@@ -247,6 +258,12 @@ impl Ring {
                 self.push(slot, batch);
                 cost.reads += 1;
                 next += 1;
+                queued += 1;
+                let shallow = self.in_flight <= SHALLOW;
+                if queued == if shallow { PAIR } else { GROUP } {
+                    self.enter(0)?;
+                    queued = 0;
+                }
             }
             cost.depth = cost.depth.max(self.in_flight as u64);
             let want = if busy {
