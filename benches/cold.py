@@ -39,9 +39,6 @@ from support.kernel import PAGE, FilePages
 from support.report import Report
 
 ROUNDS = 400
-LEAST = ((1024, 40), (8192, 15), (None, 8))
-"""Calls of each method at least, for batches of up to so many rows: the device is never quite the
-same from one call to the next."""
 ALWAYS_DROP_ROWS = 1024
 """Up to this many rows each page of a batch is looked up; above, the whole file is dropped."""
 FAULTING_CALLS = 3
@@ -172,7 +169,7 @@ def compare(
                 lambda wanted: table.expected(wanted)["weight"],
                 seconds=chosen.seconds,
                 rounds=ROUNDS,
-                least=2 if chosen.quick else least_calls(rows),
+                least=options.least_calls(chosen, rows),
                 bytes_read=bytes_read,
             )
             measurements += [
@@ -181,11 +178,6 @@ def compare(
             ]
             figures(report, name, rows, results, most)
         report.add(measurements)
-
-
-def least_calls(rows: int) -> int:
-    """How often each method runs at least."""
-    return next(calls for most, calls in LEAST if most is None or rows <= most)
 
 
 class MostRead:

@@ -45,8 +45,8 @@ from support.report import Report
 
 SHARES = (0.25, 0.5, 0.75)
 ROUNDS = 200
-LEAST = 5
-REREADING_CALLS = 5
+REREADING_CALLS, REREAD_ROWS = 5, 1 << 16
+"""Modes that read resident rows again read about so many, in so many calls at least."""
 FAULTING_CALLS = 3
 MOST_FAULTS = 16_384
 SECTIONS = ("resident", "limit", "advice", "memory")
@@ -281,6 +281,7 @@ def measure(
         """The same method; how many of its rows are missing is counted right before it runs."""
         return replace(method, work=state.note_read, batches=own, most=most)
 
+    rereading = max(REREADING_CALLS, REREAD_ROWS // rows)
     faulting_calls = max(1, min(FAULTING_CALLS, MOST_FAULTS // missing))
     mapped = [
         numpy_take("np.take", known.mapped),
@@ -296,7 +297,7 @@ def measure(
         *(
             by_mode(known, mode)
             if mode == "direct"
-            else noted(by_mode(known, mode), most=REREADING_CALLS)
+            else noted(by_mode(known, mode), most=rereading)
             for mode in known.modes
         ),
         *(noted(method, most=faulting_calls) for method in present(mapped)),
@@ -311,7 +312,7 @@ def measure(
         lambda wanted: table.expected(wanted)["weight"],
         seconds=chosen.seconds,
         rounds=ROUNDS,
-        least=2 if chosen.quick else LEAST,
+        least=options.least_calls(chosen, rows),
         bytes_read=bytes_read,
     )
     label = f"{share:.0%} resident"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
+import mmap
+import os
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -393,7 +397,7 @@ def test_calls_are_compared_by_what_they_had_to_do():
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no advice on files")
-def test_advice_covers_each_page_once(packed, monkeypatch):
+def test_advice_covers_each_page(pieces, monkeypatch):
     given: list[tuple[int, int, int]] = []
 
     def note(descriptor, start, length, advice):
@@ -401,7 +405,7 @@ def test_advice_covers_each_page_once(packed, monkeypatch):
         assert start % mmap.PAGESIZE == length % mmap.PAGESIZE == 0 < length
         given.append((os.fstat(descriptor).st_ino, start, start + length))
 
-    with engram.FileGather(packed.directory, 0) as gather:
+    with engram.FileGather(pieces.directory, 0) as gather:
         ids = np.random.default_rng(3).integers(0, gather.num_rows, 300)
         mapped = baselines.MappedTable(gather)
         method = baselines.advice_then_copy("advice", gather, mapped)
@@ -410,10 +414,13 @@ def test_advice_covers_each_page_once(packed, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fadvise", note)
             method.run(method.prepare(ids, out))
+        ranges = sorted(given)
+        for (inode, _, end), (following, start, _) in itertools.pairwise(ranges):
+            assert inode != following or end < start, "ranges that touch are one"
         wanted = set()
         for plane in gather.planes:
             for piece in plane.pieces:
-                inode = os.stat(piece.file).st_ino
+                inode = Path(piece.file).stat().st_ino
                 rows = ids[(ids >= piece.first_row) & (ids < piece.first_row + piece.rows)]
                 for start in (piece.offset + (rows - piece.first_row) * plane.row_bytes).tolist():
                     last = (start + plane.row_bytes - 1) // mmap.PAGESIZE

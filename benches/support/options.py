@@ -12,6 +12,9 @@ from engram.cli.text import format_bytes, parse_size
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROWS = (16, 48, 256, 768, 4096, 32768)
 QUICK_ROWS = (16, 4096)
+LEAST = ((1024, 40), (8192, 15), (None, 8))
+"""Calls of each method at least, for batches of up to so many rows: a device is never the same from
+one call to the next."""
 
 
 def parser(description: str, *, seconds: float) -> argparse.ArgumentParser:
@@ -63,6 +66,13 @@ def parsed(made: argparse.ArgumentParser, arguments: list[str] | None) -> argpar
         options.seconds = min(options.seconds, 0.02)
     options.rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     return options
+
+
+def least_calls(options: argparse.Namespace, rows: int) -> int:
+    """How often each method that reads from a device runs at least."""
+    if options.quick:
+        return 2
+    return next(calls for most, calls in LEAST if most is None or rows <= most)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
