@@ -45,6 +45,7 @@ from support.report import Report
 
 SHARES = (0.25, 0.5, 0.75)
 PROMISED_ROWS = 4096
+RESTORED_ROWS = 256
 ROUNDS = 200
 REREADING_CALLS, REREAD_ROWS = 12, 1 << 16
 """Modes that read resident rows again read about so many, in so many calls at least."""
@@ -269,7 +270,7 @@ def measure(
         batches = composed(known, rows, missing)
         missing_batches = composed(known, missing, missing)
     else:
-        batches = restored(known, supply(rows), always=rows >= PROMISED_ROWS)
+        batches = restored(known, supply(rows), always=rows >= RESTORED_ROWS)
         probes = [next(batches) for _ in range(PROBES)]
         distinct = [len(np.unique(probe[state.are_missing(probe)])) for probe in probes]
         missing = int(np.median(distinct))
@@ -359,7 +360,7 @@ def restored(known: Known, batches: Iterator[np.ndarray], *, always: bool) -> It
     """The same batches, the page cache brought back before each where it has drifted.
 
     Text asks for the same rows again, which others have read in the meantime: they are resident and
-    engram does not know it. Where that would blur a figure, the cache is brought back always.
+    engram does not know it. For batches that differ enough by it the cache is brought back always.
     """
     for batch in batches:
         known.restore(always=always)
