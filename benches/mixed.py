@@ -45,7 +45,9 @@ from support.report import Report
 
 SHARES = (0.25, 0.5, 0.75)
 PROMISED_ROWS = 4096
+"""From this many rows on there are figures to reach."""
 RESTORED_ROWS = 256
+"""From this many rows of text on the page cache is brought back before every call."""
 ROUNDS = 200
 REREADING_CALLS, REREAD_ROWS = 12, 1 << 16
 """Modes that read resident rows again read about so many, in so many calls at least."""

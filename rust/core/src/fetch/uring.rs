@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Four things depart from the plain loop. Reads are handed over a few at a time, so that the device
-//! works on the first while the rest is prepared. Waiting asks for a fraction of what is in flight rather
-//! than one, which saves system calls and keeps the device's queue nearly full. A batch that stops
+//! works on the first while the rest is prepared. Waiting asks for a fraction of what is in flight
+//! rather than one, which saves system calls and keeps the device's queue nearly full. A batch that stops
 //! early leaves its ring to a background thread, which waits for the stragglers before the slots
 //! they write to are used again. Rings are kept for the next batch: making one costs as much as
 //! reading a dozen rows.
@@ -40,7 +40,7 @@ const SLOT_MEMORY: usize = 16 << 20;
 /// Of the reads in flight, the share to wait for in one system call is one in this many.
 const WAIT_SHARE: usize = 8;
 
-/// Reads handed over in one system call while fewer than [`SHALLOW`] are in flight. The kernel keeps
+/// Reads handed over in one system call while at most [`SHALLOW`] are in flight. The kernel keeps
 /// more than two back from the device until the last of them is prepared, which an idle device
 /// waits for: 16 reads that miss take a fifth longer when they are handed over together.
 const PAIR: usize = 2;
