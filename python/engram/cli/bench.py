@@ -187,8 +187,8 @@ class _Bench:
                 + ("torch is not installed" if single else "the table is not one array in one file")
             )
         self.notes.append(
-            f"np.take, torch, {POOL_THREADS} threads and the copy after advice read from a mapping with "
-            "advice for random access: without it every fault of a cold page may read megabytes "
+            f"np.take, torch, {POOL_THREADS} threads and the copy after advice read from a mapping "
+            "with advice for random access: without it every fault of a cold page may read megabytes "
             "around it"
         )
         return self
