@@ -188,8 +188,8 @@ class _Bench:
             )
         self.notes.append(
             f"np.take, torch, {POOL_THREADS} threads and the copy after advice read from a mapping "
-            "with advice for random access: without it every fault of a cold page may read megabytes "
-            "around it"
+            "with advice for random access: without it every fault of a cold page may read "
+            "megabytes around it"
         )
         return self
 
