@@ -2,10 +2,11 @@
 
 Before every call the page cache of the table's file is dropped, if calls since the last drop may
 have left any of the batch resident, and mincore is asked: what it finds is printed as "left". Each
-call has ids of its own; methods take turns in changing order; every row is checked, outside of what
-is timed. Figures compare times by distinct rows, of which text has now more and now fewer. numpy,
-torch and the pool read through a mapping with advice for random access, without which each fault
-reads megabytes; the line "no advice" shows that.
+call has ids of its own, but for those of text, of which all methods of a round are given the same:
+distinct rows are now more and now fewer there, and figures compare times per distinct row. Methods
+take turns in changing order; every row is checked, outside of what is timed. numpy, torch and the
+pool read through a mapping with advice for random access, without which each fault reads megabytes;
+the line "no advice" shows that.
 
     python benches/cold.py [--ids uniform|text] [--rows 16,256,4096] [--size 47.7GiB]
 """
@@ -170,6 +171,7 @@ def compare(
                 seconds=chosen.seconds,
                 rounds=ROUNDS,
                 least=options.least_calls(chosen, rows),
+                alike=name == "text",
                 bytes_read=bytes_read,
             )
             measurements += [

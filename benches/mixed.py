@@ -1,14 +1,16 @@
 """Rows of which some are in memory, and rows under a memory limit.
 
 A random quarter, half and three quarters of the pages of the table's file, in clusters of four, are
-read through another descriptor; mincore says what that came to. Batches hold exactly that share of
-rows from those pages. "engram" has known the pages for a while: it asked the kernel for the table's
-residency and has copied a row of each. "engram, just opened" is a new `FileGather` for each call,
-opening not counted. numpy, torch and a pool of threads read through a mapping with advice for
-random access; io='direct' reads every row from the device. The time to beat is that of reading the
-missing rows alone: "engram, only missing" and "bare io_uring, only missing"; it is compared per
-distinct missing row, of which each call's are counted. With ids from text the share is what the
-text makes of it.
+read through another descriptor; mincore says what that came to. Uniform ids are drawn such that
+exactly that share of a batch is of rows in those pages; with ids from text the share is what the
+text makes of it. All methods of a round are given the same batch, and what each has read is dropped
+after it. "engram" has known the pages for a while: it asked the kernel for the table's residency
+and has copied a row of each. "engram, just opened" is a new `FileGather` for each call, opening not
+counted, under another name of the file, since objects that read the same file share what they know
+of it. numpy, torch and a pool of threads read through a mapping with advice for random access;
+io='direct' reads every row from the device. The time to beat is that of reading the missing rows
+alone: "engram, only missing" and "bare io_uring, only missing". Figures compare times per distinct
+missing row, of which batches of text have now more and now fewer.
 
 The second part runs in a control group that may use a tenth of the table's size, page cache
 included: batches of engram and of a bare loop of direct reads in turn, once the group is full. The
@@ -40,31 +42,20 @@ from engram.cli.measured import Measurement
 from engram.cli.page_cache import bytes_read
 from engram.cli.timing import Method, Result, interleaved
 from support import bare, ids, options, pressure
-from support.kernel import PAGE, FilePages, drop_pages, make_resident
+from support.partly_resident import PartlyResident, linked
 from support.report import Report
 
 SHARES = (0.25, 0.5, 0.75)
 PROMISED_ROWS = 4096
 """From this many rows on there are figures to reach."""
-RESTORED_ROWS = 256
-"""From this many rows of text on the page cache is brought back before every call."""
 ROUNDS = 200
-REREADING_CALLS, REREAD_ROWS = 12, 1 << 16
-"""Modes that read resident rows again read about so many, in so many calls at least."""
 FAULTING_CALLS = 3
 MOST_FAULTS = 16_384
 SECTIONS = ("resident", "limit", "advice", "memory")
 MODES = ("uring", "pread", "mmap", "direct")
 CANDIDATES = 1 << 16
-CLUSTER = 4
-"""Pages that are resident or missing together: single ones would take four times as long to read,
-and a batch of random rows meets hardly any two of a cluster."""
-MOST_LOST = 0.005
+MOST_CHANGED = 0.005
 TRIES = 1000
-PROBES = 8
-"""Batches of text looked at to tell how many rows of one are missing."""
-DRIFT = 0.1
-"""Share of all pages that calls may have read before what they read is dropped again."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,6 +92,7 @@ def resident_section(chosen, report: Report, info, with_bare: bool) -> None:
     for share in SHARES:
         for name, supply in sources.items():
             state.make(share)
+            before = state.told.mean()
             with Known(info, state, report) as known:
                 for rows in chosen.rows:
                     measure(chosen, report, known, share, rows, name, supply, with_bare)
@@ -108,93 +100,20 @@ def resident_section(chosen, report: Report, info, with_bare: bool) -> None:
             after = state.pages.resident()
             report.say(
                 {
-                    f"{share:.0%} resident, {name} ids": f"{state.begun:.2%} of pages before, "
+                    f"{share:.0%} resident, {name} ids": f"{before:.2%} of pages before, "
                     f"{after.mean():.2%} after"
                 }
             )
-            lost = (state.told & ~after).sum() / max(1, state.told.sum())
-            if lost > MOST_LOST:
+            changed = (state.told != after).mean()
+            if changed > MOST_CHANGED:
                 report.note(
-                    f"{lost:.1%} of the pages that were to stay were evicted meanwhile, by memory "
-                    "pressure or by others: figures of this state are void"
+                    f"{changed:.1%} of the pages came or went meanwhile, by memory pressure or by "
+                    "others: figures of this state are void"
                 )
 
 
-class PartlyResident:
-    """Which pages of the table's file are in memory, and which were when a share was set up."""
-
-    def __init__(self, info) -> None:
-        piece = info.tables[0].planes[0].pieces[0]
-        self.path = info.files[0]
-        self.pages = FilePages(self.path)
-        self.rows = piece.rows
-        self._offset = piece.offset
-        self._row_bytes = info.tables[0].row_bytes
-        self._order = np.random.default_rng(1).permutation(-(-self.pages.count // CLUSTER))
-        engram.drop_cache(self.path)
-        self.now = self.pages.resident()
-        self.told = self.now.copy()
-        self.begun = 0.0
-
-    def make(self, share: float) -> None:
-        """Makes this share of the pages resident, and no other."""
-        clusters = np.zeros(len(self._order), bool)
-        clusters[self._order[: round(share * len(clusters))]] = True
-        wanted = np.repeat(clusters, CLUSTER)[: self.pages.count]
-        resident = self.pages.resident()
-        # Earlier batches read more than was chosen; a share must not depend on them.
-        drop_pages(self.path, np.flatnonzero(resident & ~wanted))
-        make_resident(self.path, np.flatnonzero(wanted & ~resident))
-        self.now = self.pages.resident()
-        if (self.now != wanted).mean() > 0.01:
-            sys.exit(f"cannot keep {share:.0%} of {self.path} in memory: is memory short?")
-        self.told = self.now.copy()
-        self.begun = float(self.now.mean())
-
-    def spans(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First and last page of each row; a row of these tables touches two at most."""
-        first = (self._offset + wanted * self._row_bytes) // PAGE
-        return first, (self._offset + (wanted + 1) * self._row_bytes - 1) // PAGE
-
-    def first_rows(self, pages: np.ndarray) -> np.ndarray:
-        """The first row that begins in each page, of the pages that have one."""
-        rows = -((self._offset - pages * PAGE) // self._row_bytes)
-        return rows[(rows >= 0) & (rows < self.rows)]
-
-    def are_resident(self, wanted: np.ndarray) -> np.ndarray:
-        """Rows all of whose pages were in memory when the share was set up."""
-        first, last = self.spans(wanted)
-        return self.told[first] & self.told[last]
-
-    def are_missing(self, wanted: np.ndarray) -> np.ndarray:
-        """Rows of which no page is in memory."""
-        first, last = self.spans(wanted)
-        return ~(self.now[first] | self.now[last])
-
-    def note_read(self, wanted: np.ndarray) -> int:
-        """Remembers that a call makes the pages of these rows resident; how many rows are not."""
-        missing = len(np.unique(wanted[~self._all_now(wanted)]))
-        for pages in self.spans(wanted):
-            self.now[pages] = True
-        return missing
-
-    def _all_now(self, wanted: np.ndarray) -> np.ndarray:
-        first, last = self.spans(wanted)
-        return self.now[first] & self.now[last]
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether calls have made many more pages resident than were chosen."""
-        return bool(self.now.mean() - self.begun > DRIFT)
-
-    def restore(self) -> None:
-        """Drops what calls have read since the share was set up."""
-        drop_pages(self.path, np.flatnonzero(self.pages.resident() & ~self.told))
-        self.now = self.pages.resident()
-
-
 class Known:
-    """A gather that has known for a while what is resident, and what was measured with it."""
+    """A gather that has known for a while what is resident, and what it is measured against."""
 
     def __init__(self, info, state: PartlyResident, report: Report) -> None:
         self.info = info
@@ -204,11 +123,16 @@ class Known:
 
     def __enter__(self) -> "Known":
         directory = self.info.directory
+        # Objects that read one file under one name share its mapping and what is known of it.
+        names = {name: linked(directory) for name in ("missing", "fresh", "mmap")}
+        self._names = names
         self.gather = engram.FileGather(directory)
+        self._missing = engram.FileGather(names["missing"].name)
         self.modes: dict[str, engram.FileGather] = {}
         for mode in MODES:
             try:
-                self.modes[mode] = engram.FileGather(directory, io=mode)
+                name = names["mmap"].name if mode == "mmap" else directory
+                self.modes[mode] = engram.FileGather(name, io=mode)
             except OSError as error:
                 self.report.note(f"io={mode!r} cannot run here: {error}")
         self.mapped = MappedTable(self.gather)
@@ -217,25 +141,13 @@ class Known:
         self.fresh: engram.FileGather | None = None
         return self
 
-    def restore(self, *, always: bool = False) -> None:
-        """Brings the page cache back to the share that was set up, where it has drifted from it."""
-        if not always and not self.state.has_drifted:
-            return
-        # Pages that some mapping holds cannot be dropped.
-        self.mapped.release()
-        mapped = self.modes.get("mmap")
-        if mapped is not None:
-            mapped.close()
-        self.state.restore()
-        if mapped is not None:
-            self.modes["mmap"] = engram.FileGather(self.info.directory, io="mmap")
-        self.gather.residency()
-
     def __exit__(self, *_: object) -> None:
         self.mapped.release()
-        for opened in (self.gather, self.fresh, *self.modes.values()):
+        for opened in (self.gather, self._missing, self.fresh, *self.modes.values()):
             if opened is not None:
                 opened.close()
+        for name in self._names.values():
+            name.cleanup()
 
     def _touch(self) -> None:
         """Copies one row of each resident page, so that those pages are mapped."""
@@ -247,12 +159,81 @@ class Known:
             part = rows[at : at + len(out)]
             self.gather.gather(part, out=out[: len(part)])
 
-    def reopened(self) -> engram.FileGather:
-        """A gather that knows nothing yet."""
+    def methods(self, faulting_calls: int, *, with_bare: bool) -> list[Method]:
+        """All that is compared. What a method has read is dropped after each of its calls."""
+        mapped = [
+            numpy_take("np.take", self.mapped, most=faulting_calls),
+            torch_select("torch.index_select", self.mapped, most=faulting_calls),
+            threads_over_map(
+                f"{POOL_THREADS} threads over a map", self.mapped, most=faulting_calls
+            ),
+            advice_then_copy("advice, then copy", self.gather, self.mapped),
+        ]
+        found = [
+            self._undone(gathering("engram", self.gather), correct=self.gather),
+            self._undone(
+                self._only_missing(gathering("engram", self._missing)), correct=self._missing
+            ),
+            self._undone(self._just_opened(), self._close_fresh),
+            *(
+                self._undone(self._by_mode(mode), self._reopen_mapped if mode == "mmap" else None)
+                for mode in self.modes
+            ),
+            *(self._undone(method, self.mapped.release) for method in present(mapped)),
+        ]
+        if with_bare:
+            ideal = bare.uring("bare io_uring", self.gather, direct=False)
+            found.append(self._undone(self._only_missing(ideal)))
+        return found
+
+    def _undone(self, method: Method, release=None, correct=None) -> Method:
+        """The same, followed by dropping what it has read.
+
+        Args:
+            method: A way to gather.
+            release: Unmaps what it has read: mapped pages cannot be dropped.
+            correct: A `FileGather` that would take what was dropped for resident.
+        """
+
+        def after(wanted: np.ndarray) -> None:
+            if release is not None:
+                release()
+            self.state.drop_pages_of(wanted)
+            if correct is not None:
+                bare.forget(correct, self.state.missing(wanted))
+
+        return replace(method, after=after, work=lambda wanted: len(self.state.missing(wanted)))
+
+    def _only_missing(self, method: Method) -> Method:
+        """Of the same batches just the distinct rows that are not in memory."""
+        return replace(method, name=f"{method.name}, only missing", select=self.state.missing)
+
+    def _just_opened(self) -> Method:
+        """A gather by an object that was opened a moment ago and knows nothing of any page."""
+
+        def prepare(wanted: np.ndarray, out: np.ndarray):
+            self.fresh = engram.FileGather(self._names["fresh"].name)
+            return self.fresh, wanted, out
+
+        return Method(
+            "engram, just opened", prepare, lambda call: call[0].gather(call[1], out=call[2])
+        )
+
+    def _by_mode(self, mode: str) -> Method:
+        """One explicit way to read; the object may change between calls."""
+        return Method(
+            f"engram, io={mode!r}",
+            lambda wanted, out: (self.modes[mode], wanted, out),
+            lambda call: call[0].gather(call[1], out=call[2]),
+        )
+
+    def _close_fresh(self) -> None:
         if self.fresh is not None:
             self.fresh.close()
-        self.fresh = engram.FileGather(self.info.directory)
-        return self.fresh
+
+    def _reopen_mapped(self) -> None:
+        self.modes["mmap"].close()
+        self.modes["mmap"] = engram.FileGather(self._names["mmap"].name, io="mmap")
 
 
 def measure(
@@ -267,56 +248,22 @@ def measure(
 ) -> None:
     """One size of batch in one state."""
     state = known.state
-    if name == "uniform":
-        missing = rows - round(share * rows)
-        batches = composed(known, rows, missing)
-        missing_batches = composed(known, missing, missing)
-    else:
-        batches = restored(known, supply(rows), always=rows >= RESTORED_ROWS)
-        probes = [next(batches) for _ in range(PROBES)]
-        distinct = [len(np.unique(probe[state.are_missing(probe)])) for probe in probes]
-        missing = int(np.median(distinct))
-        missing_batches = from_text(known, supply(rows), missing)
+    missing = rows - round(share * rows)
     if missing == 0:
-        report.note(f"{share:.0%} resident, {name} ids, {rows:,} rows: none is missing")
+        report.note(f"{share:.0%} resident, {rows:,} rows: none would be missing")
         return
-
-    def noted(method: Method, own=None, most: int | None = None) -> Method:
-        """The same method; how many of its rows are missing is counted right before it runs."""
-        return replace(method, work=state.note_read, batches=own, most=most)
-
-    rereading = max(REREADING_CALLS, REREAD_ROWS // rows)
-    faulting_calls = max(1, min(FAULTING_CALLS, MOST_FAULTS // missing))
-    mapped = [
-        numpy_take("np.take", known.mapped),
-        torch_select("torch.index_select", known.mapped),
-        threads_over_map(f"{POOL_THREADS} threads over a map", known.mapped),
-        advice_then_copy("advice, then copy", known.gather, known.mapped),
-    ]
-    methods = [
-        noted(gathering("engram", known.gather)),
-        noted(gathering("engram, only missing", known.gather), missing_batches),
-        noted(just_opened(known)),
-        # Direct reads leave the page cache as it is.
-        *(
-            by_mode(known, mode)
-            if mode == "direct"
-            else noted(by_mode(known, mode), most=rereading)
-            for mode in known.modes
-        ),
-        *(noted(method, most=faulting_calls) for method in present(mapped)),
-    ]
-    if with_bare:
-        ideal = bare.uring("bare io_uring, only missing", known.gather, direct=False)
-        methods.append(noted(ideal, missing_batches))
+    batches = (
+        composed(state, rows, missing) if name == "uniform" else with_missing(state, supply(rows))
+    )
     table = known.info.tables[0]
     results = interleaved(
-        methods,
+        known.methods(max(1, min(FAULTING_CALLS, MOST_FAULTS // missing)), with_bare=with_bare),
         batches,
         lambda wanted: table.expected(wanted)["weight"],
         seconds=chosen.seconds,
         rounds=ROUNDS,
         least=options.least_calls(chosen, rows),
+        alike=True,
         bytes_read=bytes_read,
     )
     label = f"{share:.0%} resident"
@@ -338,9 +285,8 @@ def figures(report: Report, label: str, results: dict[str, Result]) -> None:
             report.figure(f"{label}: just opened / {cold}", ratio, at_most=1.15)
 
 
-def composed(known: Known, rows: int, missing: int) -> Iterator[np.ndarray]:
+def composed(state: PartlyResident, rows: int, missing: int) -> Iterator[np.ndarray]:
     """Uniform ids of which exactly `missing` are of rows that are not in memory."""
-    state = known.state
     generator = np.random.default_rng(rows * 31 + missing)
 
     def pick(count: int, which) -> np.ndarray:
@@ -353,56 +299,13 @@ def composed(known: Known, rows: int, missing: int) -> Iterator[np.ndarray]:
         sys.exit(f"{rows:,} rows are too many for a table of {state.rows:,}: use a larger --size")
 
     while True:
-        known.restore()
         parts = [pick(missing, state.are_missing), pick(rows - missing, state.are_resident)]
         yield generator.permutation(np.concatenate(parts))
 
 
-def restored(known: Known, batches: Iterator[np.ndarray], *, always: bool) -> Iterator[np.ndarray]:
-    """The same batches, the page cache brought back before each where it has drifted.
-
-    Text asks for the same rows again, which others have read in the meantime: they are resident and
-    engram does not know it. For batches that differ enough by it the cache is brought back always.
-    """
-    for batch in batches:
-        known.restore(always=always)
-        yield batch
-
-
-def from_text(known: Known, batches: Iterator[np.ndarray], missing: int) -> Iterator[np.ndarray]:
-    """Just the distinct ids of text whose rows are not in memory, `missing` at a time."""
-    state = known.state
-    left = np.empty(0, np.int64)
-    while True:
-        known.restore()
-        left = left[state.are_missing(left)]
-        for _ in range(TRIES):
-            if len(left) >= missing:
-                break
-            batch = next(batches)
-            left = bare.distinct(np.concatenate([left, batch[state.are_missing(batch)]]))
-        else:
-            sys.exit(f"the text has no {missing:,} missing rows left: use a larger --size")
-        yield left[:missing]
-        left = left[missing:]
-
-
-def just_opened(known: Known) -> Method:
-    """A gather by an object that was opened a moment ago and knows nothing of the page cache."""
-    return Method(
-        "engram, just opened",
-        lambda wanted, out: (known.reopened(), wanted, out),
-        lambda call: call[0].gather(call[1], out=call[2]),
-    )
-
-
-def by_mode(known: Known, mode: str) -> Method:
-    """One explicit way to read; the object may change between calls."""
-    return Method(
-        f"engram, io={mode!r}",
-        lambda wanted, out: (known.modes[mode], wanted, out),
-        lambda call: call[0].gather(call[1], out=call[2]),
-    )
+def with_missing(state: PartlyResident, batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Those batches of which at least one row is not in memory."""
+    return (batch for batch in batches if len(state.missing(batch)))
 
 
 if __name__ == "__main__":

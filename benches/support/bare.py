@@ -23,7 +23,7 @@ MISSING = (
 
 def available() -> bool:
     """Whether the extension has the bare loops."""
-    return hasattr(_engram, "bench_copy") and hasattr(_engram, "bench_uring")
+    return hasattr(_engram, "bench_forget")
 
 
 def require(*, without: bool) -> bool:
@@ -52,14 +52,25 @@ def distinct(ids: np.ndarray) -> np.ndarray:
     return ids[np.sort(first)]
 
 
-def uring(name: str, gather: FileGather, *, direct: bool, before=None, batches=None) -> Method:
+def uring(name: str, gather: FileGather, *, direct: bool, before=None) -> Method:
     """Reads each distinct row once, in request order, `DEPTH` reads in flight; keeps nothing."""
     return Method(
         name,
         lambda ids, out: distinct(ids),
         lambda ids: _engram.bench_uring(gather._native, ids, direct, DEPTH),
         before,
-        batches,
         own_clock=True,
         delivers=False,
     )
+
+
+def forget(gather: FileGather, ids: np.ndarray) -> None:
+    """Has it no longer believe that these rows are resident, which were dropped behind its back.
+
+    Without the bare loops the kernel is asked for the residency of the whole table instead, after
+    which a device that was idle for so long is slower for a while.
+    """
+    if available():
+        _engram.bench_forget(gather._native, ids)
+    else:
+        gather.residency()

@@ -33,7 +33,9 @@ class Method:
         prepare: Turns int64 ids of any shape into what `run` takes; not timed.
         run: Gathers into a uint8 array of shape `[*ids.shape, row_bytes]`; timed.
         before: Called with the ids right before `run`, such as to drop the page cache; not timed.
+        after: Called with the ids right after `run`, such as to undo what it did; not timed.
         batches: Ids of its own, where it is to do other work than the rest.
+        select: Those of some ids that it is given, where that are not all.
         work: How much there is to do for some ids, where batches of one size differ in that, such
             as the rows that are missing; called right before `before`, not timed.
         most: Runs at most this often; for methods that take long.
@@ -48,7 +50,9 @@ class Method:
     prepare: Callable[[NDArray[np.int64], NDArray[np.uint8]], Any]
     run: Callable[[Any], object]
     before: Callable[[NDArray[np.int64]], object] | None = None
+    after: Callable[[NDArray[np.int64]], object] | None = None
     batches: Iterator[NDArray[np.int64]] | None = None
+    select: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
     work: Callable[[NDArray[np.int64]], int] | None = None
     most: int | None = None
     own_clock: bool = False
@@ -123,9 +127,10 @@ def interleaved(
     seconds: float,
     rounds: int,
     least: int = 1,
+    alike: bool = False,
     bytes_read: Callable[[], int] | None = None,
 ) -> dict[str, Result]:
-    """Runs the methods in turn, in changing order, each call on ids that none has just read.
+    """Runs the methods in turn, in changing order, each call on ids of its own.
 
     Results are kept in slots and checked between rounds, outside of what is timed.
 
@@ -136,29 +141,41 @@ def interleaved(
         seconds: Stop after about this long.
         rounds: Stop after this many rounds.
         least: But not before this many.
+        alike: All methods of a round are given the same ids: batches that differ in what there is
+            to do then favour none. For methods that leave nothing behind, such as a page cache
+            that holds what they read.
+        alike: All methods of a round are given the same ids, so that batches which differ in what
+            there is to do cannot favour one. For methods that leave nothing behind, such as a page
+            cache that holds what they read.
         bytes_read: Counter of the bytes this process has read from devices. Asking costs some
             microseconds and cold caches, so it is for calls that take longer.
     """
     lanes: list[_Lane] = []
-    supplies = [method.batches or batches for method in methods]
-    firsts = [next(supply) for supply in supplies]
-    for method, first in zip(methods, firsts, strict=True):
+    common = next(batches)
+    for method in methods:
+        first = common if method.batches is None else next(method.batches)
         # Written once, so that no call pays for the first touch of its own output.
         shape = expected(first).shape
         count = max(1, min(_SLOTS, rounds, _SLOT_BYTES // max(1, int(np.prod(shape)))))
         slots = [np.full(shape, _UNWRITTEN, np.uint8) for _ in range(count)]
         lanes.append(_Lane(method, Result(bytes_read=None if bytes_read is None else 0), slots))
     slot_count = min(len(lane.slots) for lane in lanes)
-    supply_of = {lane.method.name: supply for lane, supply in zip(lanes, supplies, strict=True)}
     deadline = time.perf_counter() + seconds
     pending: list[tuple[Result, NDArray[np.int64], NDArray[np.uint8]]] = []
     for turn in range(rounds):
+        if alike:
+            common = next(batches)
         for lane in shuffled(lanes, turn):
             method, result = lane.method, lane.result
             if method.most is not None and turn >= method.most:
                 continue
-            ids = next(supply_of[method.name])
-            out = lane.slots[turn % slot_count]
+            if method.batches is not None:
+                ids = next(method.batches)
+            else:
+                ids = common if alike else next(batches)
+            if method.select is not None:
+                ids = method.select(ids)
+            out = lane.slots[turn % slot_count][: len(ids)]
             _call(method, result, ids, out, bytes_read)
             if method.lingers:
                 deadline += _wait_for_other_threads()
@@ -166,14 +183,24 @@ def interleaved(
                 pending.append((result, ids, out))
         over = turn == rounds - 1 or (time.perf_counter() > deadline and turn + 1 >= least)
         if over or (turn + 1) % slot_count == 0:
-            for result, ids, out in pending:
-                right = (out == expected(ids)).all(axis=-1)
-                result.rows += right.size
-                result.wrong += int(right.size - np.count_nonzero(right))
+            _check(pending, expected)
             pending.clear()
         if over:
             break
     return {lane.method.name: lane.result for lane in lanes}
+
+
+def _check(
+    pending: Sequence[tuple[Result, NDArray[np.int64], NDArray[np.uint8]]],
+    expected: Callable[[NDArray[np.int64]], NDArray[np.uint8]],
+) -> None:
+    told: tuple[NDArray[np.int64] | None, Any] = (None, None)
+    for result, ids, out in pending:
+        if told[0] is not ids:
+            told = ids, expected(ids)
+        right = (out == told[1]).all(axis=-1)
+        result.rows += right.size
+        result.wrong += int(right.size - np.count_nonzero(right))
 
 
 def _call(
@@ -198,6 +225,8 @@ def _call(
     if bytes_read is not None:
         result.bytes_read = (result.bytes_read or 0) + bytes_read() - read
     result.seconds.append(told if method.own_clock and isinstance(told, float) else elapsed)
+    if method.after is not None:
+        method.after(ids)
 
 
 def _wait_for_other_threads() -> float:

@@ -66,6 +66,18 @@ pub fn copy(
     Ok(started.elapsed())
 }
 
+/// Forgets that the pages of the rows of `ids` are resident, as if the kernel had been asked after they
+/// were dropped.
+pub fn forget(reader: &Reader, ids: &[i64]) {
+    for plane in &reader.table().planes {
+        for &id in ids {
+            let span = plane.span(id.cast_unsigned());
+            let residency = reader.files()[span.file].residency();
+            residency.clear(residency.pages_of(span.offset, plane.row_bytes() as u64));
+        }
+    }
+}
+
 /// Reads the rows of `ids`, or the aligned blocks around them with `direct`, through a plain ring:
 /// fill the queue to `depth`, wait for one, reap what is there. Nothing is copied out.
 pub fn uring(reader: &Reader, ids: &[i64], direct: bool, depth: usize) -> Result<Duration> {

@@ -2,7 +2,6 @@
 //!
 //! ```text
 //! sweep    each id -> its span; pages believed resident: copy from the map; else: wanted
-//! probe    (only where it pays) ask the kernel which wanted pages are resident after all
 //! plan     wanted spans -> distinct reads, in file order
 //! fetch    many reads in flight; meanwhile copy what is resident; scatter what arrives
 //! prove    nothing was copied from a page that could not be read, or from a file cut meanwhile
@@ -13,14 +12,15 @@
 
 mod account;
 mod cached;
+mod faults;
 mod fill;
 mod prefetch;
 mod proof;
 mod sweep;
 
 pub(crate) use cached::{Wanted, restore};
+pub(crate) use faults::forget_faults;
 pub use prefetch::prefetch;
-pub(crate) use sweep::forget_faults;
 
 use std::time::{Duration, Instant};
 
@@ -281,16 +281,9 @@ impl<'a> Round<'a> {
             }
             first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
         }
-        let mut rest = sweep::sweep(&lanes, self.control, self.started, crew)?;
+        let rest = sweep::sweep(&lanes, self.control, self.started, crew)?;
         if !rest.is_empty() {
-            fill::fill(
-                &lanes,
-                &mut rest,
-                requests,
-                self.control,
-                self.started,
-                report,
-            )?;
+            fill::fill(&lanes, &rest, requests, self.control, self.started, report)?;
         }
         proof::prove(&lanes, &rest, requests, self.control, report)
     }

@@ -78,6 +78,9 @@ impl Default for Options {
 /// Sweeps in which every belief is checked with the kernel after one was found wrong.
 const VERIFIED_SWEEPS: u32 = 64;
 
+/// Sweeps in which they are after one may have been.
+const SUSPICIOUS_SWEEPS: u32 = 4;
+
 /// Digests of rows that verifications read, by plane and row.
 pub(crate) type Digests = HashMap<(usize, u64), u64>;
 
@@ -444,6 +447,11 @@ impl Reader {
     /// A belief was wrong: check them all for a while.
     pub(crate) fn distrust(&self) {
         self.verify.store(VERIFIED_SWEEPS, Ordering::Relaxed);
+    }
+
+    /// A belief may have been wrong: check them all in the next few sweeps.
+    pub(crate) fn suspect(&self) {
+        self.verify.fetch_max(SUSPICIOUS_SWEEPS, Ordering::Relaxed);
     }
 
     /// All beliefs of a sweep were right.

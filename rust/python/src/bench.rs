@@ -25,6 +25,21 @@ pub(crate) fn bench_copy(
     Ok(taken.as_secs_f64())
 }
 
+/// Forgets that the pages of the rows of `ids` are resident.
+#[pyfunction]
+pub(crate) fn bench_forget(
+    py: Python<'_>,
+    reader: &Reader,
+    ids: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let mut flat = Vec::new();
+    Ids::new(ids)?.append_to(py, &mut flat);
+    reader.with(py, |reader| {
+        bench::forget(reader, &flat);
+        Ok(())
+    })
+}
+
 /// Seconds bare ring reads of the rows of `ids` take.
 #[pyfunction]
 pub(crate) fn bench_uring(

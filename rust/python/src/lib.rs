@@ -54,7 +54,7 @@ mod _engram {
 
     #[cfg(feature = "bench")]
     #[pymodule_export]
-    use crate::bench::{BenchTrace, bench_copy, bench_uring};
+    use crate::bench::{BenchTrace, bench_copy, bench_forget, bench_uring};
     #[pymodule_export]
     use crate::buffer::HostBuffer;
     #[pymodule_export]

@@ -1,13 +1,15 @@
 //! Second step: bring in what the sweep did not find, while the rest is copied.
+//!
+//! Rows that nobody knows to be resident are read without asking the kernel about them. If they are,
+//! reading takes a microsecond or two each, beside the waiting for those that are not; asking takes
+//! half of that before the first read, and the first touch of a mapped page several times as long.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use rayon::prelude::*;
-
 use super::account::{Charge, account};
 use super::proof;
-use super::sweep::{Deferred, Rest, is_resident, sweep};
+use super::sweep::{Deferred, Rest, sweep};
 use super::{Belief, Control, Lane, Lanes, Report, Request};
 use crate::buffer;
 use crate::error::{Error, Result};
@@ -17,20 +19,6 @@ use crate::file::OpenFile;
 use crate::mode::{self, Engine, Io};
 use crate::plan::{AT_ONCE, Coalesce, Plan, Read, Want};
 use crate::reader::Reader;
-use crate::threads;
-
-/// Missing rows sampled before the kernel is asked about all of them: one in [`SPARSE`], within these
-/// bounds. Asking about each of 16 cold rows would take a twentieth of the time of reading them.
-const FEWEST_SAMPLED: usize = 4;
-const MOST_SAMPLED: usize = 32;
-const SPARSE: usize = 4;
-
-/// Asking about every page pays when at least one in this many sampled rows is resident: a probe
-/// costs a twentieth of a read, and spares one when the answer is yes.
-const WORTH: usize = 8;
-
-/// From this many rows on, probing is shared among threads.
-const PARALLEL_PROBE: usize = 512;
 
 /// Reads that do not wait between two looks at the clock, and copies of what they bring.
 const READS_PER_CHECK: usize = 256;
@@ -79,15 +67,13 @@ impl Way {
 
 pub(super) fn fill(
     lanes: &[Lane<'_>],
-    rests: &mut [Rest],
+    rests: &[Rest],
     requests: &[Request<'_, '_>],
     control: &Control<'_>,
     started: Instant,
     report: &mut Report,
 ) -> Result<()> {
     let files = files(requests);
-    probe(lanes, rests);
-    let rests = &*rests;
     let mut deferred = Deferred::new(rests);
     let mut ways: Vec<Way> = Vec::new();
     for rest in rests.iter().filter(|rest| !rest.missing.is_empty()) {
@@ -159,50 +145,6 @@ pub(super) fn want(lanes: &[Lane<'_>], index: usize, position: u32) -> Want {
         offset: span.offset,
         lane: u32::try_from(index).unwrap_or(u32::MAX),
         position,
-    }
-}
-
-/// Removes from `rests` what the kernel says is resident, if a sample says that asking pays.
-fn probe(lanes: &[Lane<'_>], rests: &mut [Rest]) {
-    let candidates: Vec<(usize, u32)> = rests
-        .iter()
-        .filter(|rest| lanes[rest.lane].belief == Belief::Pages)
-        .flat_map(|rest| rest.missing.iter().map(|&position| (rest.lane, position)))
-        .collect();
-    if candidates.is_empty() {
-        return;
-    }
-    let resident = |lane: usize, position: u32, states: &mut Vec<u8>| {
-        let lane = &lanes[lane];
-        let span = lane.plane.span(lane.ids[position as usize].cast_unsigned());
-        lane.reader.files()[span.file].may_query()
-            && is_resident(lane, span.file, span.offset, states)
-    };
-    let sampled = (candidates.len() / SPARSE).clamp(FEWEST_SAMPLED, MOST_SAMPLED);
-    if candidates.len() > sampled {
-        let mut states = Vec::new();
-        let step = candidates.len() / sampled;
-        let hits = candidates
-            .iter()
-            .step_by(step)
-            .filter(|&&(lane, position)| resident(lane, position, &mut states))
-            .count();
-        if hits * WORTH < candidates.len().div_ceil(step) {
-            return;
-        }
-    }
-    let retain = |rest: &mut Rest| {
-        if lanes[rest.lane].belief == Belief::Pages {
-            let mut states = Vec::new();
-            let lane = rest.lane;
-            rest.missing
-                .retain(|&position| !resident(lane, position, &mut states));
-        }
-    };
-    let shared = candidates.len() >= PARALLEL_PROBE && threads::available() > 1;
-    match shared.then(threads::compute).flatten() {
-        Some(pool) => pool.1.install(|| rests.par_iter_mut().for_each(retain)),
-        None => rests.iter_mut().for_each(retain),
     }
 }
 

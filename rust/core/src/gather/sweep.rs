@@ -1,10 +1,10 @@
 //! First step: copy what is believed resident, collect the rest.
 
-use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::faults::{COUNTED, begin_counting, was_slow};
 use super::{Belief, Control, Lane};
 use crate::copy::{self, AHEAD};
 use crate::crew::{self, Crew};
@@ -13,7 +13,6 @@ use crate::error::Result;
 use crate::map::RowAddress;
 use crate::mode::Io;
 use crate::reader::Reader;
-use crate::system;
 
 /// Rows whose addresses are found at a time, while the memory is at work on those before them.
 const BLOCK: usize = 128;
@@ -26,10 +25,6 @@ const FEWEST_SHARED: usize = 64;
 
 /// Batches below this many row parts stay on the calling thread: waking another costs more.
 pub(super) const PARALLEL: usize = 2048;
-
-/// A copy slower than this much, plus a little per row, may have waited for a device.
-const SLOW: Duration = Duration::from_micros(20);
-const SLOW_PER_ROW: Duration = Duration::from_nanos(200);
 
 /// What is left of a range of one lane's positions: those to read, and where copying stopped.
 #[derive(Debug, PartialEq, Eq)]
@@ -159,7 +154,7 @@ fn sweep_range(
         copied: 0,
         rest: None,
     };
-    begin_counting();
+    let counted = begin_counting(range.len());
     let begun = Instant::now();
     let mut before = begun;
     for start in range.clone().step_by(STRIP) {
@@ -178,13 +173,17 @@ fn sweep_range(
         if sweep.rest.is_none() {
             // Reading the clock waits for loads in flight, so it is done once per strip.
             let now = Instant::now();
-            sweep.verify |= was_slow(lane, now.duration_since(before), strip.len());
+            sweep.verify |= was_slow(lane, now.duration_since(before), strip.len(), counted);
             before = now;
         }
     }
     // A deadline verifies too, but says nothing about beliefs that were found wrong.
-    if sweep.verify && sweep.denied == 0 && lane.reader.verifies() {
-        lane.reader.trust_more();
+    if sweep.verify && lane.reader.verifies() {
+        if sweep.denied == 0 {
+            lane.reader.trust_more();
+        } else {
+            lane.reader.distrust();
+        }
     }
     lane.count_resident(sweep.copied as u64);
     if sweep.copied > 0 {
@@ -345,12 +344,7 @@ impl<'l> Sweep<'l> {
 
 /// Asks the kernel whether a row's pages are in memory, and notes the answer. A caller to whom the
 /// kernel would not tell the truth is told no.
-pub(super) fn is_resident(
-    lane: &Lane<'_>,
-    file: usize,
-    offset: u64,
-    answers: &mut Vec<u8>,
-) -> bool {
+fn is_resident(lane: &Lane<'_>, file: usize, offset: u64, answers: &mut Vec<u8>) -> bool {
     let file = &lane.reader.files()[file];
     let residency = file.residency();
     let pages = residency.pages_of(offset, lane.plane.row_bytes() as u64);
@@ -370,46 +364,6 @@ pub(super) fn is_resident(
         residency.clear(pages);
     }
     resident
-}
-
-/// Whether a copy waited for a device, in which case beliefs are checked from here on.
-fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize) -> bool {
-    let rows = u32::try_from(rows).unwrap_or(u32::MAX);
-    if elapsed < SLOW + SLOW_PER_ROW * rows {
-        return false;
-    }
-    let faults = new_major_faults();
-    if faults > 0 {
-        lane.reader.stats().major_faults.add(faults);
-        lane.reader.distrust();
-    }
-    faults > 0
-}
-
-thread_local! {
-    /// Major faults of this thread when they were last looked at.
-    static SEEN: Cell<Option<i64>> = const { Cell::new(None) };
-}
-
-/// Whatever faulted so far was no copy.
-pub(crate) fn forget_faults() {
-    if SEEN.get().is_some() {
-        SEEN.set(Some(system::major_faults()));
-    }
-}
-
-/// Notes how many major faults this thread has had before its first sweep.
-fn begin_counting() {
-    if SEEN.get().is_none() {
-        SEEN.set(Some(system::major_faults()));
-    }
-}
-
-/// Major faults of this thread since the last look.
-fn new_major_faults() -> u64 {
-    let now = system::major_faults();
-    let seen = SEEN.replace(Some(now)).unwrap_or(now);
-    u64::try_from(now - seen).unwrap_or(0)
 }
 
 /// Without a mapping every row is read; pads are zeroed at once.
@@ -450,6 +404,8 @@ impl<'r> Deferred<'r> {
             return false;
         };
         let lane = &lanes[rest.lane];
+        // Beside reads of a device the time to ask does not count.
+        let counted = begin_counting(COUNTED);
         let begun = Instant::now();
         let end = (self.position + STRIP).min(rest.deferred.end);
         let mut copied = 0;
@@ -472,7 +428,7 @@ impl<'r> Deferred<'r> {
                 copied += 1;
             }
         }
-        was_slow(lane, begun.elapsed(), end - self.position);
+        was_slow(lane, begun.elapsed(), end - self.position, counted);
         lane.count_resident(copied);
         self.position = end;
         if end >= rest.deferred.end {
