@@ -223,6 +223,33 @@ def test_pages_are_made_resident_and_dropped_one_by_one(support, tmp_path):
     assert pages.resident()[900]
 
 
+def test_under_another_name_a_gather_knows_nothing(support, tmp_path):
+    """As an object that was opened a moment ago in another process would."""
+    partly = support("support.partly_resident")
+    info = synth.write(tmp_path / "model", "qwen", size=4 << 20, parts=1, files=1, dtype="fp8")
+    ids = np.arange(1000)
+    with engram.FileGather(info.directory) as known, partly.linked(info.directory) as other:
+        known.gather(ids)
+        for directory, shared in ((info.directory, True), (other, False)):
+            with engram.FileGather(directory) as fresh:
+                assert np.array_equal(fresh.gather(ids), known.gather(ids))
+                assert (fresh.stats()["rows_resident"] == 1000) == shared
+                assert (fresh.stats()["rows_fetched"] == 0) == shared
+    assert not Path(other).exists()
+
+
+@pytest.mark.skipif(not HAS_BARE, reason="the function is in the extension for benchmarks")
+def test_what_was_dropped_is_forgotten(support, tmp_path):
+    bare = support("support.bare")
+    info = synth.write(tmp_path / "model", "qwen", size=4 << 20, parts=1, files=1, dtype="fp8")
+    ids = np.arange(0, 20_000, 100)
+    with engram.FileGather(info.directory) as gather:
+        gather.gather(ids)
+        bare.forget(gather, ids[:50])
+        gather.gather(ids)
+        assert gather.stats()["rows_fetched"] == 250
+
+
 def test_figures_decide_the_exit_status_only_when_strict(support, tmp_path, capsys):
     options, report = support("support.options"), support("support.report")
     for strict, status in ((False, 0), (True, 1)):

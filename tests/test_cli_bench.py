@@ -388,6 +388,34 @@ def test_methods_may_run_less_often_and_have_ids_of_their_own():
     assert clocked.bytes_read is None
 
 
+def test_all_methods_of_a_round_can_be_given_the_same_ids():
+    seen: dict[str, list[list[int]]] = {"all": [], "even": [], "after": []}
+
+    def method(name: str, **given) -> timing.Method:
+        def copying(call):
+            ids, out = call
+            seen[name].append(ids.tolist())
+            out[:] = ids[:, None]
+
+        return timing.Method(name, lambda ids, out: (ids, out), copying, **given)
+
+    results = timing.interleaved(
+        [
+            method("all", after=lambda ids: seen["after"].append(ids.tolist())),
+            method("even", select=lambda ids: ids[ids % 2 == 0], work=len),
+        ],
+        iter(np.arange(100).reshape(-1, 5)),
+        lambda ids: np.repeat(ids[:, None], 3, axis=1).astype(np.uint8),
+        seconds=60,
+        rounds=4,
+        alike=True,
+    )
+    assert seen["all"] == seen["after"] == np.arange(5, 25).reshape(4, 5).tolist()
+    assert seen["even"] == [[6, 8], [10, 12, 14], [16, 18], [20, 22, 24]]
+    assert results["even"].work == [2, 3, 2, 3]
+    assert [(result.rows, result.wrong) for result in results.values()] == [(20, 0), (10, 0)]
+
+
 def test_calls_are_compared_by_what_they_had_to_do():
     equal = timing.Result(seconds=[2.0, 9.0, 4.0])
     assert equal.comparable == equal.median == 4.0

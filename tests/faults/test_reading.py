@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from children import child
@@ -184,6 +186,43 @@ def test_pages_that_went_away_cost_one_slow_batch(large):
     assert second["major_faults"] == 0
     assert second["rows_fetched"] > 1000
     assert second["pages_probed"] > 1000
+
+
+def test_faults_of_other_code_are_not_taken_for_faults_of_copies(large, tmp_path):
+    """Not counted, and no reason to put what is believed to the kernel."""
+    other = tmp_path / "other"
+    other.write_bytes(os.urandom(4 << 20))
+    script = """
+    import mmap, resource
+    gather = engram.FileGather(directory, threads=1)
+    for path in gather.files:
+        with open(path, "rb") as file:
+            while file.read(1 << 20):
+                pass
+    gather.residency()
+    random = np.random.default_rng(8)
+    gather.gather(random.integers(0, gather.num_rows, 300))
+    engram.drop_cache(extra)
+    with open(extra, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapping.madvise(mmap.MADV_RANDOM)
+    faults = lambda: resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    before = faults()
+    sum(mapping[::4096])
+    others = faults() - before
+    # The first touch of so many mapped pages takes as long as a wait for a device.
+    ids = random.integers(0, gather.num_rows, 4000)
+    correct = right(info, ids, gather.gather(ids))
+    stats = gather.stats()
+    report(correct=correct, others=others, major=stats["major_faults"],
+           probed=stats["pages_probed"])
+    """
+    told = child(script, large.directory, before=f"{OPEN}extra = {str(other)!r}\n")
+    assert told["correct"]
+    if told["others"] < 100:
+        pytest.skip("this filesystem keeps what it was told to drop")
+    assert told["major"] == 0
+    assert told["probed"] == 0
 
 
 @pytest.mark.parametrize("advice", ["auto", "random", "normal"])

@@ -80,6 +80,33 @@ impl Shared {
         None
     }
 
+    /// Lets helpers call `work` with tasks up to `tasks` until the result is dropped.
+    fn begin<'a>(
+        &'a self,
+        work: &'a (dyn Fn(usize) + Sync + 'a),
+        tasks: usize,
+    ) -> WaitForHelpers<'a> {
+        let waiting = WaitForHelpers(self);
+        #[expect(
+            clippy::transmute_ptr_to_ptr,
+            reason = "a cast cannot extend the lifetime of a trait object"
+        )]
+        // SAFETY: only the lifetime changes; see `Shared::help` for why the closure outlives its
+        // use. What is returned borrows it, and waits for the helpers when it is dropped; the
+        // functions of `Crew`, who alone come here, keep it on their stack, so it is dropped.
+        let erased = Work(unsafe {
+            std::mem::transmute::<
+                *const (dyn Fn(usize) + Sync + '_),
+                *const (dyn Fn(usize) + Sync + 'static),
+            >(std::ptr::from_ref(work))
+        });
+        let _ = self.job.set(Job {
+            work: erased,
+            tasks,
+        });
+        waiting
+    }
+
     fn leave(&self) {
         self.inside.fetch_sub(1, Ordering::SeqCst);
     }
@@ -129,7 +156,7 @@ impl Shared {
 }
 
 /// Helpers that have been called, for one [`Crew::run`].
-pub(crate) struct Crew(Arc<Shared>);
+pub(crate) struct Crew(Arc<Shared>, usize);
 
 /// Calls up to `helpers` threads of the process's pool; nobody where threads cannot be started.
 pub(crate) fn call(helpers: usize) -> Crew {
@@ -149,7 +176,7 @@ pub(crate) fn call(helpers: usize) -> Crew {
             pool.1.spawn(move || shared.help());
         }
     }
-    Crew(shared)
+    Crew(shared, helpers)
 }
 
 impl Drop for Crew {
@@ -179,23 +206,7 @@ impl Crew {
         mut between: impl FnMut() -> Result<()>,
     ) -> Result<()> {
         let shared = &*self.0;
-        let waiting = WaitForHelpers(shared);
-        #[expect(
-            clippy::transmute_ptr_to_ptr,
-            reason = "a cast cannot extend the lifetime of a trait object"
-        )]
-        // SAFETY: only the lifetime changes; see `Shared::help` for why the closure outlives its
-        // use. `waiting` keeps this function from returning or unwinding any earlier.
-        let erased = Work(unsafe {
-            std::mem::transmute::<
-                *const (dyn Fn(usize) + Sync + '_),
-                *const (dyn Fn(usize) + Sync + 'static),
-            >(std::ptr::from_ref(work))
-        });
-        let _ = shared.job.set(Job {
-            work: erased,
-            tasks,
-        });
+        let waiting = shared.begin(work, tasks);
         let mut outcome = Ok(());
         while let Some(task) = shared.enter(tasks) {
             let done = catch_unwind(AssertUnwindSafe(|| work(task)));
@@ -208,7 +219,33 @@ impl Crew {
                 break;
             }
         }
-        drop(waiting);
+        waiting.end()?;
+        outcome
+    }
+
+    /// Does `main` on the calling thread while helpers are at `work`, each of which calls it once or
+    /// a few times. Helpers that come too late do nothing; `work` must end soon once `main` has.
+    pub(crate) fn beside<T>(
+        self,
+        work: &(dyn Fn() + Sync),
+        main: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let helper = |_: usize| work();
+        let waiting = self.0.begin(&helper, self.1);
+        let outcome = main();
+        waiting.end()?;
+        outcome
+    }
+}
+
+/// Keeps functions of [`Crew`] from ending, also by a panic, while a helper may be inside the closure.
+struct WaitForHelpers<'a>(&'a Shared);
+
+impl WaitForHelpers<'_> {
+    /// Waits; an error in a process that was forked meanwhile.
+    fn end(self) -> Result<()> {
+        let shared = self.0;
+        drop(self);
         if shared.process != std::process::id() {
             return Err(Error::forked());
         }
@@ -216,12 +253,9 @@ impl Crew {
             !shared.panicked.load(Ordering::Relaxed),
             "a helping thread panicked; see its message"
         );
-        outcome
+        Ok(())
     }
 }
-
-/// Keeps [`Crew::run`] from ending, also by a panic, while a helper may be inside the closure.
-struct WaitForHelpers<'a>(&'a Shared);
 
 impl Drop for WaitForHelpers<'_> {
     fn drop(&mut self) {

@@ -16,6 +16,7 @@ mod faults;
 mod fill;
 mod prefetch;
 mod proof;
+mod scatter;
 mod sweep;
 
 pub(crate) use cached::{Wanted, restore};

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::fetch::unread::Unread;
 use crate::fetch::{Batch, Cost, Fetch, pool};
 use crate::latency::{Latency, Summary};
 use crate::mode::Engine;
@@ -87,6 +88,7 @@ pub fn measure(
             direct: reader.mode().direct.is_some(),
             deadline,
             interrupt,
+            unread: &Unread::new(plan.reads.len()),
         };
         last = Instant::now();
         let mut done = |_: usize, arrived: &[u8]| {

@@ -5,11 +5,13 @@
 //! reads are never copied anywhere.
 
 pub mod pool;
+pub mod unread;
 pub mod uring;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use self::unread::Unread;
 use crate::error::{Error, Result};
 use crate::file::OpenFile;
 use crate::plan::Read;
@@ -34,6 +36,8 @@ pub struct Batch<'a> {
     pub deadline: Option<Instant>,
     /// Called now and then while waiting; an error stops the batch.
     pub interrupt: &'a dyn Fn() -> Result<()>,
+    /// All of the reads, to be taken one by one where [`Fetch::shares`].
+    pub unread: &'a Unread,
 }
 
 impl Batch<'_> {
@@ -86,6 +90,11 @@ pub trait Fetch {
         idle: &mut dyn FnMut() -> bool,
         cost: &mut Cost,
     ) -> Result<()>;
+
+    /// Whether others may do some of a batch's reads meanwhile, of those they claim.
+    fn shares(&self) -> bool {
+        false
+    }
 }
 
 /// What to do with the result of one read.

@@ -285,6 +285,7 @@ mod tests {
 
     use super::*;
     use crate::checkpoint::CheckpointFile;
+    use crate::fetch::unread::Unread;
     use crate::file::Mapping;
 
     /// Serves the bytes `offset % 251`, misbehaving as told.
@@ -354,6 +355,7 @@ mod tests {
             direct: false,
             deadline,
             interrupt: &|| Ok(()),
+            unread: &Unread::new(reads.len()),
         };
         let mut rows = Vec::new();
         fetch_from(

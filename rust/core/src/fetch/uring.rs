@@ -242,22 +242,21 @@ impl Ring {
             .max()
             .unwrap_or(0);
         self.prepare(longest, batch.direct)?;
-        let mut next = 0;
-        let mut left = batch.reads.len();
+        let unread = batch.unread;
         let mut busy = true;
         let mut checked = Instant::now();
-        while left > 0 {
+        while unread.left() > 0 {
             let mut queued = 0;
-            while next < batch.reads.len() && self.in_flight < depth {
+            while self.in_flight < depth && !self.free.is_empty() {
+                let Some(read) = unread.first() else { break };
                 let Some(slot) = self.free.pop() else { break };
-                let expected = batch.expected(&batch.reads[next]);
+                let expected = batch.expected(&batch.reads[read as usize]);
                 self.slots[slot as usize] = Slot {
-                    read: u32::try_from(next).unwrap_or(u32::MAX),
+                    read,
                     progress: Progress::new(expected),
                 };
                 self.push(slot, batch);
                 cost.reads += 1;
-                next += 1;
                 queued += 1;
                 let shallow = self.in_flight <= SHALLOW;
                 if queued == if shallow { PAIR } else { GROUP } {
@@ -266,22 +265,29 @@ impl Ring {
                 }
             }
             cost.depth = cost.depth.max(self.in_flight as u64);
-            let want = if busy {
-                0
+            if self.in_flight == 0 && !busy {
+                // Helpers have the rest, none of which waits.
+                std::thread::yield_now();
             } else {
-                (self.in_flight / WAIT_SHARE).max(1)
-            };
-            self.enter(want)?;
+                let want = if busy {
+                    0
+                } else {
+                    (self.in_flight / WAIT_SHARE).max(1)
+                };
+                self.enter(want)?;
+            }
             let mut arrived = false;
             while let Some((slot, result)) = self.reap() {
                 arrived = true;
-                left -= usize::from(self.completed(slot, result, batch, cost, done)?);
+                let whole = self.completed(slot, result, batch, cost, done)?;
+                unread.finish(usize::from(whole));
             }
             if !arrived {
                 busy = busy && idle();
                 // Interrupts are looked for in there.
                 self.require_own_process()?;
             }
+            let left = unread.left();
             if left > 0 {
                 batch.check(&mut checked, left)?;
             }
@@ -410,6 +416,10 @@ impl From<Ring> for Uring {
 }
 
 impl Fetch for Uring {
+    fn shares(&self) -> bool {
+        true
+    }
+
     fn fetch(
         &mut self,
         batch: &Batch<'_>,
@@ -426,6 +436,9 @@ impl Fetch for Uring {
             })?,
         };
         let outcome = ring.drive(batch, done, idle, self.depth, cost);
+        if outcome.is_err() {
+            batch.unread.close();
+        }
         if let Err(error) = ring.require_own_process() {
             // Nothing of it may be touched here, and its destructor would unmap what is not there.
             std::mem::forget(ring);

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::fill::{Round, Way};
+use super::fill::Way;
+use super::scatter::Scatter;
 use super::{Lane, Report};
 use crate::fetch::Cost;
 use crate::plan::{Plan, Read};
@@ -39,37 +40,33 @@ pub(super) fn account(lanes: &[Lane<'_>], plan: &Plan, report: &mut Report) {
     }
 }
 
-/// Reads of one round that have brought bytes.
-#[derive(Default)]
-pub(super) struct Charge {
-    reads: u64,
+/// Counts a read that has brought bytes, for the reader of its rows.
+pub(super) fn served(scatter: &Scatter<'_>, read: &Read, bytes: usize) {
+    let copies = scatter.plan.copies_of(read);
+    let lane = copies.first().map_or(0, |copy| copy.lane as usize);
+    let stats = scatter.lanes[lane].reader.stats();
+    stats.reads.add(1);
+    stats.bytes_read.add(bytes as u64);
 }
 
-impl Charge {
-    /// Counts a read, for the reader of its rows.
-    pub(super) fn delivered(&mut self, round: &Round<'_>, read: &Read, bytes: usize) {
-        self.reads += 1;
-        let copies = round.plan.copies_of(read);
-        let lane = copies.first().map_or(0, |copy| copy.lane as usize);
-        let stats = round.lanes[lane].reader.stats();
-        stats.reads.add(1);
-        stats.bytes_read.add(bytes as u64);
-    }
-
-    /// Counts what all of them cost besides: retries, remainders, and those that brought nothing.
-    pub(super) fn finish(&self, round: &Round<'_>, cost: Cost, started: Instant) {
-        let elapsed = started.elapsed();
-        let mut previous: Option<&Reader> = None;
-        for lane in round.lanes.iter().filter(|lane| Way::of(lane) == round.way) {
-            if previous.is_none_or(|reader| !std::ptr::eq(reader, lane.reader)) {
-                lane.reader.stats().fetch.record(elapsed);
-                lane.reader.stats().depth.raise(cost.depth);
-            }
-            if previous.is_none() {
-                let others = cost.reads.saturating_sub(self.reads);
-                lane.reader.stats().reads.add(others);
-            }
-            previous = Some(lane.reader);
+/// Counts what the reads of a round cost besides, of which `served` brought bytes: retries,
+/// remainders, and those that brought nothing.
+pub(super) fn finish(scatter: &Scatter<'_>, cost: Cost, served: u64, started: Instant) {
+    let elapsed = started.elapsed();
+    let mut previous: Option<&Reader> = None;
+    for lane in scatter
+        .lanes
+        .iter()
+        .filter(|lane| Way::of(lane) == scatter.way)
+    {
+        if previous.is_none_or(|reader| !std::ptr::eq(reader, lane.reader)) {
+            lane.reader.stats().fetch.record(elapsed);
+            lane.reader.stats().depth.raise(cost.depth);
         }
+        if previous.is_none() {
+            let others = cost.reads.saturating_sub(served);
+            lane.reader.stats().reads.add(others);
+        }
+        previous = Some(lane.reader);
     }
 }

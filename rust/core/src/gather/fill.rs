@@ -7,29 +7,33 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::account::{Charge, account};
+use super::account::{self, account};
 use super::proof;
+use super::scatter::{Helped, Scatter};
 use super::sweep::{Deferred, Rest, sweep};
 use super::{Belief, Control, Lane, Lanes, Report, Request};
-use crate::buffer;
+use crate::crew;
 use crate::error::{Error, Result};
 use crate::fetch::pool::Pool;
+use crate::fetch::unread::Unread;
 use crate::fetch::{Batch, Cost, Fetch};
 use crate::file::OpenFile;
 use crate::mode::{self, Engine, Io};
 use crate::plan::{AT_ONCE, Coalesce, Plan, Read, Want};
 use crate::reader::Reader;
 
-/// Reads that do not wait between two looks at the clock, and copies of what they bring.
-const READS_PER_CHECK: usize = 256;
-const COPIES_PER_CHECK: usize = 1 << 14;
+/// Pieces of advice between two looks at the clock.
+const ADVICE_PER_CHECK: usize = 256;
+
+/// Threads that help with reads that need not wait: one for so many reads.
+const READS_PER_HELPER: usize = 1024;
 
 /// Readers that are read in the same way share one round of reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Way {
     advised: bool,
     engine: Engine,
-    alignment: Option<u64>,
+    pub(super) alignment: Option<u64>,
     /// Many rows in the order of the file: what lies between two is read too.
     in_order: bool,
 }
@@ -106,13 +110,13 @@ pub(super) fn fill(
         for request in requests {
             request.reader.stats().plan.record(started.elapsed());
         }
-        let round = Round {
+        let scatter = Scatter {
             lanes,
             plan: &plan,
             files: &files,
             way,
-            control,
         };
+        let round = Round { scatter, control };
         // A copy that may wait for a device cannot keep a deadline; a read can.
         if way.advised && control.deadline.is_none() {
             round.advise_and_copy()?;
@@ -173,10 +177,7 @@ pub(super) fn engine(reader: &Reader) -> Result<Box<dyn Fetch>> {
 
 /// One round of reads.
 pub(super) struct Round<'r> {
-    pub(super) lanes: &'r [Lane<'r>],
-    pub(super) plan: &'r Plan,
-    pub(super) files: &'r [Arc<OpenFile>],
-    pub(super) way: Way,
+    pub(super) scatter: Scatter<'r>,
     pub(super) control: &'r Control<'r>,
 }
 
@@ -186,17 +187,20 @@ impl Round<'_> {
     fn advise_and_copy(&self) -> Result<()> {
         let started = Instant::now();
         let mut checked = started;
-        for (index, read) in self.plan.reads.iter().enumerate() {
-            if index % READS_PER_CHECK == 0 {
+        for (index, read) in self.scatter.plan.reads.iter().enumerate() {
+            if index % ADVICE_PER_CHECK == 0 {
                 self.control.check(&mut checked)?;
             }
             // Advice is a hint; without it the copy faults.
-            drop(self.files[read.file as usize].will_need(read.offset, u64::from(read.len)));
+            drop(
+                self.scatter.files[read.file as usize].will_need(read.offset, u64::from(read.len)),
+            );
         }
         let lanes: Lanes<'_> = self
+            .scatter
             .lanes
             .iter()
-            .filter(|lane| Way::of(lane) == self.way)
+            .filter(|lane| Way::of(lane) == self.scatter.way)
             .map(|lane| Lane {
                 belief: Belief::All,
                 whole: true,
@@ -217,29 +221,32 @@ impl Round<'_> {
     pub(super) fn fetch(&self, deferred: &mut Deferred<'_>, report: &mut Report) -> Result<()> {
         let started = Instant::now();
         let ends = self.whole_rows()?;
-        let direct = self.way.alignment.is_some();
-        let mut reads = &self.plan.reads[..];
+        let direct = self.scatter.way.alignment.is_some();
+        let mut reads = &self.scatter.plan.reads[..];
         let mut left = Vec::new();
-        if self.way.engine == Engine::Pool && !direct {
-            self.read_cached(&mut left, started)?;
+        if self.scatter.way.engine == Engine::Pool && !direct {
+            self.scatter.read_cached(self.control, &mut left, started)?;
             reads = &left;
         }
-        let mut charge = Charge::default();
+        let mut served = 0;
         let mut done = |index: usize, bytes: &[u8]| {
-            charge.delivered(self, &reads[index], bytes.len());
-            self.deliver(&reads[index], bytes);
+            served += 1;
+            account::served(&self.scatter, &reads[index], bytes.len());
+            self.scatter.deliver(&reads[index], bytes);
         };
-        let mut idle = || deferred.step(self.lanes);
+        let mut idle = || deferred.step(self.scatter.lanes);
         let mut cost = Cost::default();
+        let helped = Helped::default();
         let outcome = if reads.is_empty() {
             self.look_at_sizes();
             self.whole_rows().map(|_| ())
         } else {
-            self.deliver_all(reads, ends, direct, &mut done, &mut idle, &mut cost)
+            self.deliver_all(reads, ends, &helped, &mut done, &mut idle, &mut cost)
         };
         report.reads += cost.reads;
         report.bytes_read += cost.bytes;
-        charge.finish(self, cost, started);
+        helped.add_to(report);
+        account::finish(&self.scatter, cost, served, started);
         outcome
     }
 
@@ -248,21 +255,32 @@ impl Round<'_> {
         &self,
         reads: &[Read],
         mut ends: Vec<u64>,
-        direct: bool,
+        helped: &Helped,
         done: &mut dyn FnMut(usize, &[u8]),
         idle: &mut dyn FnMut() -> bool,
         cost: &mut Cost,
     ) -> Result<()> {
         loop {
+            let unread = Unread::new(reads.len());
             let batch = Batch {
                 reads,
-                files: self.files,
+                files: self.scatter.files,
                 ends: &ends,
-                direct,
+                direct: self.scatter.way.alignment.is_some(),
                 deadline: self.control.deadline,
                 interrupt: self.control.interrupt,
+                unread: &unread,
             };
-            let outcome = engine(self.reader())?.fetch(&batch, done, idle, cost);
+            let mut engine = engine(self.reader())?;
+            let helpers = if engine.shares() && !batch.direct {
+                (reads.len() / READS_PER_HELPER).min(self.reader().threads() - 1)
+            } else {
+                0
+            };
+            let scatter = &self.scatter;
+            let outcome = crew::call(helpers).beside(&|| scatter.help(&unread, helped), || {
+                engine.fetch(&batch, done, idle, cost)
+            });
             self.look_at_sizes();
             let now = self.whole_rows()?;
             match outcome {
@@ -279,10 +297,10 @@ impl Round<'_> {
     /// cut off may bring zeros and no error: the kernel looks at the size first and copies then.
     fn look_at_sizes(&self) {
         let mut previous = None;
-        for read in &self.plan.reads {
+        for read in &self.scatter.plan.reads {
             if previous.replace(read.file) != Some(read.file) {
                 // Where the kernel will not say, the reads have said so.
-                let _ = self.files[read.file as usize].is_whole();
+                let _ = self.scatter.files[read.file as usize].is_whole();
             }
         }
     }
@@ -290,82 +308,21 @@ impl Round<'_> {
     /// Where each file ends, all rows lying before that; an error if one does not. The ends are
     /// taken first: they only come down, so what lies before a later end lies before these.
     fn whole_rows(&self) -> Result<Vec<u64>> {
-        let ends: Vec<u64> = self.files.iter().map(|file| file.end()).collect();
-        if self.files.iter().any(|file| file.cut().is_some()) {
-            proof::refuse_cut(self.lanes)?;
+        let ends: Vec<u64> = self.scatter.files.iter().map(|file| file.end()).collect();
+        if self.scatter.files.iter().any(|file| file.cut().is_some()) {
+            proof::refuse_cut(self.scatter.lanes)?;
         }
         Ok(ends)
-    }
-
-    /// Serves what the page cache holds with reads that do not wait, before any thread is woken.
-    fn read_cached(&self, left: &mut Vec<Read>, mut checked: Instant) -> Result<()> {
-        let longest = self
-            .plan
-            .reads
-            .iter()
-            .map(|read| read.len as usize)
-            .max()
-            .unwrap_or(0);
-        let mut slot = buffer::scratch(longest)?;
-        let mut refused = false;
-        let mut copies = 0;
-        for (index, read) in self.plan.reads.iter().enumerate() {
-            if refused {
-                left.push(read.clone());
-                continue;
-            }
-            if index % READS_PER_CHECK == 0 || copies >= COPIES_PER_CHECK {
-                self.control.check(&mut checked)?;
-                copies = 0;
-            }
-            copies += read.copies.len();
-            let slot = &mut slot[..read.len as usize];
-            let file = &self.files[read.file as usize];
-            match file.read_cached_at(slot, read.offset) {
-                Ok(bytes) if bytes == slot.len() => self.deliver(read, slot),
-                Err(error)
-                    if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) =>
-                {
-                    refused = true;
-                    left.push(read.clone());
-                }
-                _ => left.push(read.clone()),
-            }
-        }
-        Ok(())
-    }
-
-    /// Scatters the bytes of one read, and notes that its pages are in memory now.
-    fn deliver(&self, read: &Read, bytes: &[u8]) {
-        let file = &self.files[read.file as usize];
-        for copy in self.plan.copies_of(read) {
-            let within = copy.within as usize;
-            let row = &bytes[within..within + copy.len as usize];
-            let lane = &self.lanes[copy.lane as usize];
-            lane.sink.write(copy.position as usize, row);
-            let end = read.offset + u64::from(copy.within + copy.len);
-            // Others may be served a kept row at once, before this call looks at the sizes.
-            if let Some(keeper) = lane.keeper
-                && file
-                    .is_whole()
-                    .is_ok_and(|whole| whole || end <= file.end())
-            {
-                keeper.arrived(copy.position, row);
-            }
-        }
-        if self.way.alignment.is_none() && file.map().is_ok() {
-            let residency = file.residency();
-            residency.set(residency.pages_of(read.offset, u64::from(read.len)));
-        }
     }
 
     /// A reader of this round; all of them are read alike.
     fn reader(&self) -> &Reader {
         let lane = self
+            .scatter
             .lanes
             .iter()
-            .find(|lane| Way::of(lane).engine == self.way.engine);
-        lane.unwrap_or(&self.lanes[0]).reader
+            .find(|lane| Way::of(lane).engine == self.scatter.way.engine);
+        lane.unwrap_or(&self.scatter.lanes[0]).reader
     }
 
     /// Names the row that a failed read was for.
@@ -375,13 +332,13 @@ impl Round<'_> {
             return error;
         };
         let (Some(path), Some(offset)) = (place.path.clone(), place.offset) else {
-            return error.in_table(&self.lanes[0].reader.table().name);
+            return error.in_table(&self.scatter.lanes[0].reader.table().name);
         };
-        let failed = self.plan.reads.iter().find(|read| {
-            self.files[read.file as usize].path() == path
+        let failed = self.scatter.plan.reads.iter().find(|read| {
+            self.scatter.files[read.file as usize].path() == path
                 && (read.offset..=read.offset + u64::from(read.len)).contains(&offset)
         });
-        let copies = failed.map(|read| (read, self.plan.copies_of(read)));
+        let copies = failed.map(|read| (read, self.scatter.plan.copies_of(read)));
         let copy = copies.and_then(|(read, copies)| {
             let hit = copies
                 .iter()
@@ -390,13 +347,13 @@ impl Round<'_> {
         });
         match copy {
             Some(copy) => {
-                let lane = &self.lanes[copy.lane as usize];
+                let lane = &self.scatter.lanes[copy.lane as usize];
                 let row = lane.ids[copy.position as usize].cast_unsigned();
                 error
                     .in_table(&lane.reader.table().name)
                     .at_row(row, u64::from(copy.position))
             }
-            None => error.in_table(&self.lanes[0].reader.table().name),
+            None => error.in_table(&self.scatter.lanes[0].reader.table().name),
         }
     }
 }

@@ -7,6 +7,7 @@ use super::fill::engine;
 use super::{Control, cached, check_ids};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
+use crate::fetch::unread::Unread;
 use crate::fetch::{Batch, Cost};
 use crate::plan::{Coalesce, Plan, Want};
 use crate::reader::Reader;
@@ -99,6 +100,7 @@ fn read(reader: &Reader, ids: &[i64]) -> Result<()> {
         direct: false,
         deadline: None,
         interrupt: &closing,
+        unread: &Unread::new(plan.reads.len()),
     };
     let mut done = |index: usize, _: &[u8]| {
         let read = &plan.reads[index];

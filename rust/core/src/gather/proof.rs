@@ -15,6 +15,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::account::account;
 use super::fill::{self, Round, Way};
+use super::scatter::Scatter;
 use super::sweep::{Deferred, Rest};
 use super::{Belief, Control, Lane, Report, Request};
 use crate::cuts::Cuts;
@@ -256,13 +257,13 @@ fn read_lost(
     for (way, mut wants) in ways {
         let plan = Plan::new(&mut wants, way.coalesce());
         account(lanes, &plan, report);
-        let round = Round {
+        let scatter = Scatter {
             lanes,
             plan: &plan,
             files: &files,
             way,
-            control,
         };
+        let round = Round { scatter, control };
         round.fetch(&mut Deferred::new(&[]), report)?;
     }
     Ok(())

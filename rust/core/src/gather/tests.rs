@@ -14,6 +14,7 @@ use crate::reader::{Advice, Located, Options};
 use crate::table::{Encoding, Family, Piece, PlaneName, Table};
 
 mod kernel;
+mod shared;
 mod whole;
 
 /// A table on disk: planes of the given row lengths, cut into pieces over several files.

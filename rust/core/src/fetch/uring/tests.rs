@@ -6,6 +6,7 @@ use std::io::Write as _;
 use super::*;
 use crate::checkpoint::CheckpointFile;
 use crate::fetch::MAX_RETRIES;
+use crate::fetch::unread::Unread;
 use crate::file::{Mapping, OpenFile};
 use crate::plan::Read;
 
@@ -75,6 +76,7 @@ impl One {
             direct: false,
             deadline: None,
             interrupt: &|| Ok(()),
+            unread: &Unread::new(reads.len()),
         };
         let mut done = |_: usize, bytes: &[u8]| delivered.push(bytes.to_vec());
         ring.completed(*slot, result, &batch, cost, &mut done)
