@@ -23,7 +23,7 @@ MISSING = (
 
 def available() -> bool:
     """Whether the extension has the bare loops."""
-    return hasattr(_engram, "bench_forget")
+    return all(hasattr(_engram, name) for name in ("bench_copy", "bench_forget", "bench_uring"))
 
 
 def require(*, without: bool) -> bool:
