@@ -12,7 +12,7 @@ from engram.cli.text import format_bytes, parse_size
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROWS = (16, 48, 256, 768, 4096, 32768)
 QUICK_ROWS = (16, 4096)
-LEAST = ((1024, 40), (8192, 30), (None, 12))
+LEAST = ((1024, 60), (8192, 80), (None, 16))
 """Calls of each method at least, for batches of up to so many rows: a device is never the same from
 one call to the next."""
 
