@@ -3,14 +3,15 @@
 A random quarter, half and three quarters of the pages of the table's file, in clusters of four, are
 read through another descriptor; mincore says what that came to. Uniform ids are drawn such that
 exactly that share of a batch is of rows in those pages; with ids from text the share is what the
-text makes of it. All methods of a round are given the same batch, and what each has read is dropped
-after it. "engram" has known the pages for a while: it asked the kernel for the table's residency
-and has copied a row of each. "engram, just opened" is a new `FileGather` for each call, opening not
-counted, under another name of the file, since objects that read the same file share what they know
-of it. numpy, torch and a pool of threads read through a mapping with advice for random access;
-io='direct' reads every row from the device. The time to beat is that of reading the missing rows
-alone: "engram, only missing" and "bare io_uring, only missing". Figures compare times per distinct
-missing row, of which batches of text have now more and now fewer.
+text makes of it, and all methods of a round are given the same batch. What a call has read is
+dropped after it; what is resident stays, and stays mapped by those who map it. "engram" has known
+the pages for a while: it asked the kernel for the table's residency and has copied a row of each.
+"engram, just opened" is a new `FileGather` for each call, opening not counted, under another name
+of the file, since objects that read the same file share what they know of it. numpy, torch and a
+pool of threads read through a mapping with advice for random access; io='direct' reads every row
+from the device. The time to beat is that of reading the missing rows alone: "engram, only missing"
+and "bare io_uring, only missing". Figures compare times per distinct missing row, of which batches
+of text have now more and now fewer.
 
 The second part runs in a control group that may use a tenth of the table's size, page cache
 included: batches of engram and of a bare loop of direct reads in turn, once the group is full. The
@@ -32,7 +33,6 @@ from engram.cli.baselines import (
     POOL_THREADS,
     MappedTable,
     advice_then_copy,
-    gathering,
     numpy_take,
     present,
     threads_over_map,
@@ -92,24 +92,20 @@ def resident_section(chosen, report: Report, info, with_bare: bool) -> None:
     for share in SHARES:
         for name, supply in sources.items():
             state.make(share)
-            before = state.told.mean()
             with Known(info, state, report) as known:
                 for rows in chosen.rows:
                     measure(chosen, report, known, share, rows, name, supply, with_bare)
                 report.add(known.measurements)
-            after = state.pages.resident()
+            changes = state.changes()
             report.say(
                 {
-                    f"{share:.0%} resident, {name} ids": f"{before:.2%} of pages before, "
-                    f"{after.mean():.2%} after"
+                    f"{share:.0%} resident, {name} ids": f"{state.told.mean():.2%} of pages, of "
+                    f"which {changes['gone']:.2%} are gone; of {state.dropped:,} that were read "
+                    f"and dropped {changes['left']:.2%} are left"
                 }
             )
-            changed = (state.told != after).mean()
-            if changed > MOST_CHANGED:
-                report.note(
-                    f"{changed:.1%} of the pages came or went meanwhile, by memory pressure or by "
-                    "others: figures of this state are void"
-                )
+            if max(changes.values()) > MOST_CHANGED:
+                report.note("the page cache was not what it should have been: figures are void")
 
 
 class Known:
@@ -122,35 +118,35 @@ class Known:
         self.measurements: list[Measurement] = []
 
     def __enter__(self) -> "Known":
-        directory = self.info.directory
         # Objects that read one file under one name share its mapping and what is known of it.
-        names = {name: linked(directory) for name in ("missing", "fresh", "mmap")}
-        self._names = names
-        self.gather = engram.FileGather(directory)
-        self._missing = engram.FileGather(names["missing"].name)
-        self.modes: dict[str, engram.FileGather] = {}
-        for mode in MODES:
+        self._names = {name: linked(self.info.directory) for name in ("missing", "fresh", "mmap")}
+        self.opened: dict[str, engram.FileGather] = {}
+        for name in ("engram", "missing", *MODES):
             try:
-                name = names["mmap"].name if mode == "mmap" else directory
-                self.modes[mode] = engram.FileGather(name, io=mode)
+                self._open(name)
             except OSError as error:
-                self.report.note(f"io={mode!r} cannot run here: {error}")
-        self.mapped = MappedTable(self.gather)
+                self.report.note(f"io={name!r} cannot run here: {error}")
+        self.gather = self.opened["engram"]
         self.gather.residency()
+        self.mapped = MappedTable(self.gather)
         self._touch()
-        self.fresh: engram.FileGather | None = None
         return self
+
+    def _open(self, name: str) -> engram.FileGather:
+        at = self._names[name].name if name in self._names else self.info.directory
+        mode = name if name in MODES else "auto"
+        self.opened[name] = engram.FileGather(at, io=mode)
+        return self.opened[name]
 
     def __exit__(self, *_: object) -> None:
         self.mapped.release()
-        for opened in (self.gather, self._missing, self.fresh, *self.modes.values()):
-            if opened is not None:
-                opened.close()
+        for opened in self.opened.values():
+            opened.close()
         for name in self._names.values():
             name.cleanup()
 
     def _touch(self) -> None:
-        """Copies one row of each resident page, so that those pages are mapped."""
+        """Copies one row of each resident page, so that it is mapped, in every mapping."""
         state, table = self.state, self.info.tables[0]
         rows = state.first_rows(np.flatnonzero(state.told))
         rows = rows[state.are_resident(rows)]
@@ -158,6 +154,9 @@ class Known:
         for at in range(0, len(rows), len(out)):
             part = rows[at : at + len(out)]
             self.gather.gather(part, out=out[: len(part)])
+            self.mapped.take(part, out[: len(part)])
+            if "mmap" in self.opened:
+                self.opened["mmap"].gather(part, out=out[: len(part)])
 
     def methods(self, faulting_calls: int, *, with_bare: bool) -> list[Method]:
         """All that is compared. What a method has read is dropped after each of its calls."""
@@ -170,39 +169,28 @@ class Known:
             advice_then_copy("advice, then copy", self.gather, self.mapped),
         ]
         found = [
-            self._undone(gathering("engram", self.gather), correct=self.gather),
-            self._undone(
-                self._only_missing(gathering("engram", self._missing)), correct=self._missing
-            ),
-            self._undone(self._just_opened(), self._close_fresh),
+            self._undone(self._gathering("engram", "engram")),
+            self._undone(self._only_missing(self._gathering("engram", "missing")), "missing"),
+            self._undone(self._just_opened(), "fresh"),
             *(
-                self._undone(self._by_mode(mode), self._reopen_mapped if mode == "mmap" else None)
-                for mode in self.modes
+                self._undone(self._gathering(f"engram, io={mode!r}", mode), mode)
+                for mode in MODES
+                if mode in self.opened
             ),
-            *(self._undone(method, self.mapped.release) for method in present(mapped)),
+            *(self._undone(method, "mapped") for method in present(mapped)),
         ]
         if with_bare:
             ideal = bare.uring("bare io_uring", self.gather, direct=False)
-            found.append(self._undone(self._only_missing(ideal)))
+            found.append(self._undone(self._only_missing(ideal), "none"))
         return found
 
-    def _undone(self, method: Method, release=None, correct=None) -> Method:
-        """The same, followed by dropping what it has read.
-
-        Args:
-            method: A way to gather.
-            release: Unmaps what it has read: mapped pages cannot be dropped.
-            correct: A `FileGather` that would take what was dropped for resident.
-        """
-
-        def after(wanted: np.ndarray) -> None:
-            if release is not None:
-                release()
-            self.state.drop_pages_of(wanted)
-            if correct is not None:
-                bare.forget(correct, self.state.missing(wanted))
-
-        return replace(method, after=after, work=lambda wanted: len(self.state.missing(wanted)))
+    def _gathering(self, title: str, name: str) -> Method:
+        """A gather by an object that may be another one at the next call."""
+        return Method(
+            title,
+            lambda wanted, out: (self.opened[name], wanted, out),
+            lambda call: call[0].gather(call[1], out=call[2]),
+        )
 
     def _only_missing(self, method: Method) -> Method:
         """Of the same batches just the distinct rows that are not in memory."""
@@ -210,30 +198,35 @@ class Known:
 
     def _just_opened(self) -> Method:
         """A gather by an object that was opened a moment ago and knows nothing of any page."""
-
-        def prepare(wanted: np.ndarray, out: np.ndarray):
-            self.fresh = engram.FileGather(self._names["fresh"].name)
-            return self.fresh, wanted, out
-
-        return Method(
-            "engram, just opened", prepare, lambda call: call[0].gather(call[1], out=call[2])
+        return replace(
+            self._gathering("engram, just opened", "fresh"),
+            prepare=lambda wanted, out: (self._open("fresh"), wanted, out),
         )
 
-    def _by_mode(self, mode: str) -> Method:
-        """One explicit way to read; the object may change between calls."""
-        return Method(
-            f"engram, io={mode!r}",
-            lambda wanted, out: (self.modes[mode], wanted, out),
-            lambda call: call[0].gather(call[1], out=call[2]),
-        )
+    def _undone(self, method: Method, holder: str = "engram") -> Method:
+        """The same, followed by dropping what it has read.
 
-    def _close_fresh(self) -> None:
-        if self.fresh is not None:
-            self.fresh.close()
+        Args:
+            method: A way to gather.
+            holder: Who may have mapped that, and may take it for resident.
+        """
 
-    def _reopen_mapped(self) -> None:
-        self.modes["mmap"].close()
-        self.modes["mmap"] = engram.FileGather(self._names["mmap"].name, io="mmap")
+        def after(wanted: np.ndarray) -> None:
+            pages = self.state.pages_read(wanted)
+            if holder == "mapped":
+                self.mapped.release(pages)
+            elif holder == "fresh":
+                self.opened.pop("fresh").close()
+            elif holder in self.opened and bare.available():
+                bare.forget(self.opened[holder], pages)
+            elif holder == "mmap":
+                self.opened.pop("mmap").close()
+                self._open("mmap")
+            self.state.drop(pages)
+            if holder in ("engram", "missing") and not bare.available():
+                self.opened[holder].residency()
+
+        return replace(method, after=after, work=lambda wanted: len(self.state.missing(wanted)))
 
 
 def measure(
@@ -263,7 +256,7 @@ def measure(
         seconds=chosen.seconds,
         rounds=ROUNDS,
         least=options.least_calls(chosen, rows),
-        alike=True,
+        alike=name == "text",
         bytes_read=bytes_read,
     )
     label = f"{share:.0%} resident"
@@ -305,7 +298,13 @@ def composed(state: PartlyResident, rows: int, missing: int) -> Iterator[np.ndar
 
 def with_missing(state: PartlyResident, batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """Those batches of which at least one row is not in memory."""
-    return (batch for batch in batches if len(state.missing(batch)))
+    without = 0
+    for batch in batches:
+        if len(state.missing(batch)):
+            without = 0
+            yield batch
+        elif (without := without + 1) == TRIES:
+            sys.exit("hardly any row of the text is missing: use a larger --size")
 
 
 if __name__ == "__main__":

@@ -64,13 +64,10 @@ def uring(name: str, gather: FileGather, *, direct: bool, before=None) -> Method
     )
 
 
-def forget(gather: FileGather, ids: np.ndarray) -> None:
-    """Has it no longer believe that these rows are resident, which were dropped behind its back.
+def forget(gather: FileGather, pages: np.ndarray) -> None:
+    """Has it unmap pages of its only file and no longer believe that they are resident.
 
-    Without the bare loops the kernel is asked for the residency of the whole table instead, after
-    which a device that was idle for so long is slower for a while.
+    As if it had asked the kernel after they are dropped. To ask about a whole table leaves the
+    device idle for so long that it is slower for a while.
     """
-    if available():
-        _engram.bench_forget(gather._native, ids)
-    else:
-        gather.residency()
+    _engram.bench_forget(gather._native, pages)

@@ -35,6 +35,7 @@ class PartlyResident:
         pages: Asks the kernel.
         rows: Rows of the table.
         told: Which pages were in memory when the share was set up, one bool each.
+        dropped: How many were dropped since then, each time counted.
     """
 
     def __init__(self, info) -> None:
@@ -47,6 +48,7 @@ class PartlyResident:
         self._order = np.random.default_rng(1).permutation(-(-self.pages.count // CLUSTER))
         engram.drop_cache(self._path)
         self.told = self.pages.resident()
+        self.dropped = 0
 
     def make(self, share: float) -> None:
         """Makes this share of the pages resident, and no other."""
@@ -57,6 +59,7 @@ class PartlyResident:
         drop_pages(self._path, np.flatnonzero(resident & ~wanted))
         make_resident(self._path, np.flatnonzero(wanted & ~resident))
         self.told = self.pages.resident()
+        self.dropped = 0
         if (self.told != wanted).mean() > 0.01:
             sys.exit(f"cannot keep {share:.0%} of {self._path} in memory: is memory short?")
 
@@ -84,7 +87,20 @@ class PartlyResident:
         """The distinct rows that have to be read, wholly or in part, in the order of request."""
         return bare.distinct(wanted[~self.are_resident(wanted)])
 
-    def drop_pages_of(self, wanted: np.ndarray) -> None:
-        """Drops the pages of these rows that were not to be resident."""
+    def pages_read(self, wanted: np.ndarray) -> np.ndarray:
+        """The pages that have to be read for these rows, sorted."""
         pages = np.unique(np.concatenate(self._spans(wanted)))
-        drop_pages(self._path, pages[~self.told[pages]])
+        return pages[~self.told[pages]]
+
+    def drop(self, pages: np.ndarray) -> None:
+        """Drops pages that were read, sorted; nobody may map them."""
+        drop_pages(self._path, pages)
+        self.dropped += len(pages)
+
+    def changes(self) -> dict[str, float]:
+        """Shares: of the pages that were to stay those gone, of the dropped ones those left."""
+        now = self.pages.resident()
+        return {
+            "gone": (self.told & ~now).sum() / max(1, self.told.sum()),
+            "left": (now & ~self.told).sum() / max(1, self.dropped),
+        }

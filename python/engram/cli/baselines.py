@@ -134,11 +134,21 @@ class MappedTable:
                 flat[::page].sum(dtype=np.int64)
                 flat[-1:].sum(dtype=np.int64)
 
-    def release(self) -> None:
-        """Lets go of every page: pages that are mapped somewhere stay in the page cache."""
-        if hasattr(mmap, "MADV_DONTNEED"):
+    def release(self, pages: NDArray[np.int64] | None = None) -> None:
+        """Lets go of pages: those that are mapped somewhere stay in the page cache.
+
+        Args:
+            pages: Numbers of those to let go of, of a table in one file; all if None.
+        """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        if pages is None:
             for mapping in self._maps.values():
                 mapping.madvise(mmap.MADV_DONTNEED)
+            return
+        (mapping,) = self._maps.values()
+        for start in (pages * mmap.PAGESIZE).tolist():
+            mapping.madvise(mmap.MADV_DONTNEED, start, mmap.PAGESIZE)
 
 
 class StoredRows:

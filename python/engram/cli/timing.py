@@ -130,7 +130,7 @@ def interleaved(
     alike: bool = False,
     bytes_read: Callable[[], int] | None = None,
 ) -> dict[str, Result]:
-    """Runs the methods in turn, in changing order, each call on ids of its own.
+    """Runs the methods in turn, in changing order, each call on ids that none has just read.
 
     Results are kept in slots and checked between rounds, outside of what is timed.
 
@@ -141,11 +141,8 @@ def interleaved(
         seconds: Stop after about this long.
         rounds: Stop after this many rounds.
         least: But not before this many.
-        alike: All methods of a round are given the same ids: batches that differ in what there is
-            to do then favour none. For methods that leave nothing behind, such as a page cache
-            that holds what they read.
-        alike: All methods of a round are given the same ids, so that batches which differ in what
-            there is to do cannot favour one. For methods that leave nothing behind, such as a page
+        alike: All methods of a round are given the same ids instead: batches that differ in what
+            there is to do then favour none. For methods that leave nothing behind, such as a page
             cache that holds what they read.
         bytes_read: Counter of the bytes this process has read from devices. Asking costs some
             microseconds and cold caches, so it is for calls that take longer.

@@ -66,16 +66,20 @@ pub fn copy(
     Ok(started.elapsed())
 }
 
-/// Forgets that the pages of the rows of `ids` are resident, as if the kernel had been asked after they
-/// were dropped.
-pub fn forget(reader: &Reader, ids: &[i64]) {
-    for plane in &reader.table().planes {
-        for &id in ids {
-            let span = plane.span(id.cast_unsigned());
-            let residency = reader.files()[span.file].residency();
-            residency.clear(residency.pages_of(span.offset, plane.row_bytes() as u64));
+/// Unmaps `pages` of the first file and forgets that they are resident, as if the kernel had been asked
+/// after they were dropped, which the caller does next.
+pub fn forget(reader: &Reader, pages: &[i64]) -> Result<()> {
+    let file = &reader.files()[0];
+    let (residency, bytes) = (file.residency(), rustix::param::page_size());
+    for page in pages.iter().map(|page| page.cast_unsigned()) {
+        residency.clear(page..page + 1);
+        if let Ok(map) = file.map() {
+            let start = usize::try_from(page).unwrap_or(usize::MAX) * bytes;
+            map.trim(start..(start + bytes).min(map.len()))
+                .map_err(|error| Error::value(format!("cannot unmap: {error}")))?;
         }
     }
+    Ok(())
 }
 
 /// Reads the rows of `ids`, or the aligned blocks around them with `direct`, through a plain ring:

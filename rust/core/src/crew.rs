@@ -142,9 +142,9 @@ impl Shared {
     fn help(&self) {
         let Some(job) = self.job() else { return };
         while let Some(task) = self.enter(job.tasks) {
-            // SAFETY: `enter` gave out a task, so `Crew::run` has not returned and cannot before
-            // `leave` below: it waits until no task can be taken and nobody is inside. The closure
-            // that `work` points to is borrowed by `run` for all that time.
+            // SAFETY: `enter` gave out a task, so the function of `Crew` that began this has not
+            // returned and cannot before `leave` below: what `begin` gave it waits until no task can
+            // be taken and nobody is inside, and borrows the closure for all that time.
             let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*job.work.0)(task) }));
             if outcome.is_err() {
                 self.panicked.store(true, Ordering::Relaxed);
@@ -155,8 +155,11 @@ impl Shared {
     }
 }
 
-/// Helpers that have been called, for one [`Crew::run`].
-pub(crate) struct Crew(Arc<Shared>, usize);
+/// Helpers that have been called, for one [`Crew::run`] or [`Crew::beside`].
+pub(crate) struct Crew {
+    shared: Arc<Shared>,
+    helpers: usize,
+}
 
 /// Calls up to `helpers` threads of the process's pool; nobody where threads cannot be started.
 pub(crate) fn call(helpers: usize) -> Crew {
@@ -176,12 +179,12 @@ pub(crate) fn call(helpers: usize) -> Crew {
             pool.1.spawn(move || shared.help());
         }
     }
-    Crew(shared, helpers)
+    Crew { shared, helpers }
 }
 
 impl Drop for Crew {
     fn drop(&mut self) {
-        self.0.stop();
+        self.shared.stop();
     }
 }
 
@@ -205,7 +208,7 @@ impl Crew {
         work: &(dyn Fn(usize) + Sync),
         mut between: impl FnMut() -> Result<()>,
     ) -> Result<()> {
-        let shared = &*self.0;
+        let shared = &*self.shared;
         let waiting = shared.begin(work, tasks);
         let mut outcome = Ok(());
         while let Some(task) = shared.enter(tasks) {
@@ -231,7 +234,7 @@ impl Crew {
         main: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let helper = |_: usize| work();
-        let waiting = self.0.begin(&helper, self.1);
+        let waiting = self.shared.begin(&helper, self.helpers);
         let outcome = main();
         waiting.end()?;
         outcome
@@ -342,6 +345,47 @@ mod tests {
     }
 
     #[test]
+    fn helpers_work_beside_the_caller_and_are_gone_when_it_returns() {
+        for helpers in 0..4 {
+            let (count, over) = (AtomicU64::new(0), AtomicBool::new(false));
+            let work = || {
+                while !over.load(Ordering::Relaxed) {
+                    count.fetch_add(1, Ordering::Relaxed);
+                    std::thread::yield_now();
+                }
+            };
+            let main = || {
+                while helpers > 0 && count.load(Ordering::Relaxed) == 0 {
+                    std::thread::yield_now();
+                }
+                over.store(true, Ordering::Relaxed);
+                Ok(7)
+            };
+            assert_eq!(call(helpers).beside(&work, main).unwrap(), 7);
+            let seen = count.load(Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(1));
+            assert_eq!(count.load(Ordering::Relaxed), seen);
+        }
+    }
+
+    #[test]
+    fn a_helper_that_panics_is_no_secret() {
+        let came = AtomicBool::new(false);
+        let work = || {
+            came.store(true, Ordering::Relaxed);
+            panic!("a helper's");
+        };
+        let main = || {
+            while !came.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            Ok(())
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(|| call(1).beside(&work, main)));
+        assert!(outcome.is_err());
+    }
+
+    #[test]
     fn an_error_between_tasks_stops_the_work() {
         let count = AtomicU64::new(0);
         let work = |_: usize| {
@@ -362,11 +406,11 @@ mod tests {
     fn no_task_is_given_out_again_however_often_the_work_is_stopped() {
         let crew = call(0);
         for _ in 0..9 {
-            crew.0.stop();
-            crew.0.stop.store(false, Ordering::Relaxed);
-            assert_eq!(crew.0.enter(1000), None);
+            crew.shared.stop();
+            crew.shared.stop.store(false, Ordering::Relaxed);
+            assert_eq!(crew.shared.enter(1000), None);
         }
-        assert_eq!(crew.0.inside.load(Ordering::SeqCst), 0);
+        assert_eq!(crew.shared.inside.load(Ordering::SeqCst), 0);
     }
 
     #[test]

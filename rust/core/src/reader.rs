@@ -456,9 +456,11 @@ impl Reader {
 
     /// All beliefs of a sweep were right.
     pub(crate) fn trust_more(&self) {
-        let left = self.verify.load(Ordering::Relaxed);
-        // Losing a decrement to another thread only keeps the checks on for longer.
-        self.verify.store(left.saturating_sub(1), Ordering::Relaxed);
+        let _ = self
+            .verify
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(1)
+            });
     }
 }
 

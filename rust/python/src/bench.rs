@@ -25,19 +25,16 @@ pub(crate) fn bench_copy(
     Ok(taken.as_secs_f64())
 }
 
-/// Forgets that the pages of the rows of `ids` are resident.
+/// Unmaps pages of the first file and forgets that they are resident.
 #[pyfunction]
 pub(crate) fn bench_forget(
     py: Python<'_>,
     reader: &Reader,
-    ids: &Bound<'_, PyAny>,
+    pages: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let mut flat = Vec::new();
-    Ids::new(ids)?.append_to(py, &mut flat);
-    reader.with(py, |reader| {
-        bench::forget(reader, &flat);
-        Ok(())
-    })
+    Ids::new(pages)?.append_to(py, &mut flat);
+    reader.with(py, |reader| bench::forget(reader, &flat))
 }
 
 /// Seconds bare ring reads of the rows of `ids` take.

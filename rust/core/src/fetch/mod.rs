@@ -36,7 +36,7 @@ pub struct Batch<'a> {
     pub deadline: Option<Instant>,
     /// Called now and then while waiting; an error stops the batch.
     pub interrupt: &'a dyn Fn() -> Result<()>,
-    /// All of the reads, to be taken one by one where [`Fetch::shares`].
+    /// All of the reads, to be taken one by one where [`Fetch::shares`]; for one call of `fetch`.
     pub unread: &'a Unread,
 }
 

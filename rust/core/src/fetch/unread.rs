@@ -3,10 +3,17 @@
 //! The thread that waits for reads takes them from the front; helpers, whose reads do not wait, take
 //! some from the back and give back those that would have to. What was given back comes first: the
 //! attempt may have set the device to work on it.
+//!
+//! Front and back need not be those of the file. Where helpers take part, groups of reads come in an
+//! order that has every part of the file early and late: what is in memory may well be one half of it,
+//! and neither should the device wait for that, nor helpers judge by the other.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+
+/// Reads that stay next to each other.
+const GROUP: u32 = 32;
 
 /// Reads of a batch by number, each to be done by whoever takes it.
 #[derive(Debug)]
@@ -18,6 +25,9 @@ pub struct Unread {
     returned_count: AtomicUsize,
     /// Those that are not done.
     left: AtomicUsize,
+    /// Whole groups, and how many to go on from one to the next; 1 keeps the order.
+    groups: u32,
+    stride: u32,
 }
 
 fn pack(range: Range<u32>) -> u64 {
@@ -31,15 +41,45 @@ fn unpack(both: u64) -> Range<u32> {
 }
 
 impl Unread {
-    /// All reads of a batch of `count`.
+    /// All reads of a batch of `count`, in order.
     pub fn new(count: usize) -> Self {
+        Self::with_stride(count, |_| 1)
+    }
+
+    /// The same in an order that has every part of the batch early and late.
+    pub fn spread(count: usize) -> Self {
+        // By the golden ratio, any few in a row are spread well; without a common factor each comes
+        // once.
+        Self::with_stride(count, |groups| {
+            let about = u64::from(groups) * 618 / 1000;
+            let about = u32::try_from(about).unwrap_or(1).max(1);
+            (about..=groups)
+                .find(|&stride| common_factor(stride, groups) == 1)
+                .unwrap_or(1)
+        })
+    }
+
+    fn with_stride(count: usize, stride: impl Fn(u32) -> u32) -> Self {
         let count = u32::try_from(count).unwrap_or(u32::MAX);
+        let groups = count / GROUP;
         Self {
             untaken: AtomicU64::new(pack(0..count)),
             returned: Mutex::default(),
             returned_count: AtomicUsize::new(0),
             left: AtomicUsize::new(count as usize),
+            groups,
+            stride: stride(groups),
         }
+    }
+
+    /// The number of the read at a place of the order.
+    fn number(&self, place: u32) -> u32 {
+        let group = place / GROUP;
+        if self.stride == 1 || group >= self.groups {
+            return place;
+        }
+        let moved = u64::from(group) * u64::from(self.stride) % u64::from(self.groups);
+        u32::try_from(moved).unwrap_or(0) * GROUP + place % GROUP
     }
 
     /// Takes one for the thread that waits.
@@ -51,13 +91,14 @@ impl Unread {
                 return Some(index);
             }
         }
-        let taken = self.take(|untaken| untaken.start..(untaken.start + 1).min(untaken.end));
-        taken.into_iter().next()
+        let mut taken = self.take(|untaken| untaken.start..(untaken.start + 1).min(untaken.end));
+        taken.next().map(|place| self.number(place))
     }
 
     /// Takes up to `most` for a helper.
-    pub fn last(&self, most: u32) -> Range<u32> {
+    pub fn last(&self, most: u32) -> impl ExactSizeIterator<Item = u32> {
         self.take(|untaken| untaken.end.saturating_sub(most).max(untaken.start)..untaken.end)
+            .map(|place| self.number(place))
     }
 
     /// Takes what `choose` chooses, at one end of what there is.
@@ -97,9 +138,26 @@ impl Unread {
         self.left.load(Ordering::Acquire)
     }
 
-    /// Gives out no more: those who helped have nothing left to take.
-    pub fn close(&self) {
-        self.untaken.store(pack(0..0), Ordering::Relaxed);
+    /// Gives out no more once the result is dropped, so that those who help come to an end.
+    pub fn closing(&self) -> Closing<'_> {
+        Closing(self)
+    }
+}
+
+/// See [`Unread::closing`].
+pub struct Closing<'a>(&'a Unread);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.untaken.store(pack(0..0), Ordering::Relaxed);
+    }
+}
+
+fn common_factor(one: u32, other: u32) -> u32 {
+    if other == 0 {
+        one
+    } else {
+        common_factor(other, one % other)
     }
 }
 
@@ -113,37 +171,58 @@ mod tests {
     fn both_ends_meet() {
         let unread = Unread::new(5);
         assert_eq!(unread.first(), Some(0));
-        assert_eq!(unread.last(3), 2..5);
+        assert!(unread.last(3).eq(2..5));
         unread.give_back([4]);
         unread.finish(3);
         assert_eq!(unread.left(), 2);
         assert_eq!(unread.first(), Some(4), "what was given back comes first");
-        assert_eq!(unread.last(3), 1..2);
-        assert!(unread.first().is_none() && unread.last(3).is_empty());
+        assert!(unread.last(3).eq(1..2));
+        assert!(unread.first().is_none() && unread.last(3).len() == 0);
         let none = Unread::new(0);
-        assert!(none.first().is_none() && none.last(9).is_empty());
+        assert!(none.first().is_none() && none.last(9).len() == 0);
         assert_eq!(none.left(), 0);
     }
 
     #[test]
     fn a_closed_batch_gives_out_nothing() {
         let unread = Unread::new(100);
-        unread.close();
-        assert!(unread.first().is_none() && unread.last(3).is_empty());
+        drop(unread.closing());
+        assert!(unread.first().is_none() && unread.last(3).len() == 0);
+    }
+
+    #[test]
+    fn a_spread_order_has_each_read_once_and_every_part_early() {
+        for count in (0..300).chain([1024, 4093, 4096, 32_768, 99_999]) {
+            let unread = Unread::spread(count);
+            let mut order: Vec<u32> = std::iter::from_fn(|| unread.first()).collect();
+            if count >= 1024 {
+                let early = order[..count / 4].iter();
+                let low = early.filter(|&&read| (read as usize) < count / 2).count();
+                let half = count / 8;
+                assert!(low.abs_diff(half) < count / 16, "{low} of {}", count / 4);
+                assert!(order[1] == order[0] + 1, "neighbours stay together");
+            }
+            order.sort_unstable();
+            assert!(order.into_iter().eq(0..u32::try_from(count).unwrap()));
+        }
     }
 
     #[test]
     fn every_read_is_taken_once_or_given_back() {
-        let count = 20_000;
-        let unread = Unread::new(count);
+        for unread in [Unread::new(20_000), Unread::spread(20_000)] {
+            share(&unread, 20_000);
+        }
+    }
+
+    fn share(unread: &Unread, count: usize) {
         let done: Vec<AtomicU8> = (0..count).map(|_| AtomicU8::new(0)).collect();
         std::thread::scope(|scope| {
             for helper in 0..3 {
-                let (unread, done) = (&unread, &done);
+                let done = &done;
                 scope.spawn(move || {
                     loop {
                         let some = unread.last(7 + helper);
-                        if some.is_empty() {
+                        if some.len() == 0 {
                             return;
                         }
                         let (kept, back): (Vec<u32>, Vec<u32>) =

@@ -436,9 +436,6 @@ impl Fetch for Uring {
             })?,
         };
         let outcome = ring.drive(batch, done, idle, self.depth, cost);
-        if outcome.is_err() {
-            batch.unread.close();
-        }
         if let Err(error) = ring.require_own_process() {
             // Nothing of it may be touched here, and its destructor would unmap what is not there.
             std::mem::forget(ring);

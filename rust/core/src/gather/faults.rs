@@ -16,8 +16,7 @@ pub(super) const COUNTED: usize = 256;
 /// Whether a copy waited for a device, in which case beliefs are checked from here on. `counted`: no
 /// faults but those of this sweep have been seen since the last look.
 pub(super) fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize, counted: bool) -> bool {
-    let few = u32::try_from(rows).unwrap_or(u32::MAX);
-    if elapsed < SLOW + SLOW_PER_ROW * few {
+    if elapsed < SLOW + SLOW_PER_ROW * u32::try_from(rows).unwrap_or(u32::MAX) {
         return false;
     }
     let faults = new_major_faults();
@@ -28,10 +27,7 @@ pub(super) fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize, counted:
         lane.reader.stats().major_faults.add(faults);
         lane.reader.distrust();
     } else {
-        // No more than these rows can have caused, of what may be those of other code.
-        let pages = lane.plane.row_bytes() / rustix::param::page_size() + 2;
-        let most = (rows * pages) as u64;
-        lane.reader.stats().major_faults.add(faults.min(most));
+        // Some or all may be those of other code.
         lane.reader.suspect();
     }
     true

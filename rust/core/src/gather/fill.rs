@@ -224,8 +224,10 @@ impl Round<'_> {
         let direct = self.scatter.way.alignment.is_some();
         let mut reads = &self.scatter.plan.reads[..];
         let mut left = Vec::new();
+        let helped = Helped::default();
         if self.scatter.way.engine == Engine::Pool && !direct {
-            self.scatter.read_cached(self.control, &mut left, started)?;
+            self.scatter
+                .read_cached(self.control, &helped, &mut left, started)?;
             reads = &left;
         }
         let mut served = 0;
@@ -236,7 +238,6 @@ impl Round<'_> {
         };
         let mut idle = || deferred.step(self.scatter.lanes);
         let mut cost = Cost::default();
-        let helped = Helped::default();
         let outcome = if reads.is_empty() {
             self.look_at_sizes();
             self.whole_rows().map(|_| ())
@@ -261,7 +262,17 @@ impl Round<'_> {
         cost: &mut Cost,
     ) -> Result<()> {
         loop {
-            let unread = Unread::new(reads.len());
+            let mut engine = engine(self.reader())?;
+            let helpers = if engine.shares() {
+                self.helpers(reads.len())
+            } else {
+                0
+            };
+            let unread = if helpers > 0 {
+                Unread::spread(reads.len())
+            } else {
+                Unread::new(reads.len())
+            };
             let batch = Batch {
                 reads,
                 files: self.scatter.files,
@@ -271,16 +282,15 @@ impl Round<'_> {
                 interrupt: self.control.interrupt,
                 unread: &unread,
             };
-            let mut engine = engine(self.reader())?;
-            let helpers = if engine.shares() && !batch.direct {
-                (reads.len() / READS_PER_HELPER).min(self.reader().threads() - 1)
+            let outcome = if helpers > 0 {
+                let scatter = &self.scatter;
+                crew::call(helpers).beside(&|| scatter.help(&unread, helped), || {
+                    let _closing = unread.closing();
+                    engine.fetch(&batch, done, idle, cost)
+                })
             } else {
-                0
-            };
-            let scatter = &self.scatter;
-            let outcome = crew::call(helpers).beside(&|| scatter.help(&unread, helped), || {
                 engine.fetch(&batch, done, idle, cost)
-            });
+            };
             self.look_at_sizes();
             let now = self.whole_rows()?;
             match outcome {
@@ -291,6 +301,22 @@ impl Round<'_> {
                 Err(error) => return Err(self.locate(error)),
             }
         }
+    }
+
+    /// How many threads help with so many reads: none where they would not come through the page
+    /// cache, or are to come in order.
+    fn helpers(&self, reads: usize) -> usize {
+        let way = self.scatter.way;
+        if way.alignment.is_some() || way.in_order {
+            return 0;
+        }
+        let lanes = self.scatter.lanes.iter();
+        let threads = lanes
+            .filter(|lane| Way::of(lane) == way)
+            .map(|lane| lane.reader.threads())
+            .min()
+            .unwrap_or(1);
+        (reads / READS_PER_HELPER).min(threads - 1)
     }
 
     /// Looks at the sizes of the files that were read. While a file is being cut, a read of what is

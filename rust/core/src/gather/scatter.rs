@@ -1,9 +1,12 @@
 //! Where the bytes of reads go, and reads that do not wait for a device.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
+use super::account;
 use super::fill::Way;
 use super::{Control, Lane, Report};
 use crate::buffer;
@@ -19,8 +22,8 @@ const COPIES_PER_CHECK: usize = 1 << 14;
 /// Reads a helper takes at a time.
 const CHUNK: u32 = 32;
 
-/// A helper stays while at least one in this many of its reads finds its pages in memory: to try is
-/// a wasted microsecond where they are not.
+/// Helpers stay while at least one in this many reads of one of them finds its pages in memory: to try
+/// is a wasted microsecond where they are not.
 const STAYS: usize = 4;
 
 /// The reads of one round and the places they feed.
@@ -32,19 +35,31 @@ pub(super) struct Scatter<'r> {
     pub(super) way: Way,
 }
 
-/// What helpers have read.
+/// What was read without waiting.
 #[derive(Debug, Default)]
 pub(super) struct Helped {
     reads: AtomicU64,
     bytes: AtomicU64,
+    /// Hardly anything is in memory: helpers need not go on.
+    in_vain: AtomicBool,
 }
 
 impl Helped {
+    fn count(&self, scatter: &Scatter<'_>, read: &Read) {
+        account::served(scatter, read, read.len as usize);
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(u64::from(read.len), Ordering::Relaxed);
+    }
+
     pub(super) fn add_to(&self, report: &mut Report) {
         report.reads += self.reads.load(Ordering::Relaxed);
         report.bytes_read += self.bytes.load(Ordering::Relaxed);
     }
 }
+
+/// Helpers that came.
+#[cfg(test)]
+pub(super) static CAME: AtomicU64 = AtomicU64::new(0);
 
 /// What came of a read that did not wait.
 enum Tried {
@@ -105,6 +120,7 @@ impl Scatter<'_> {
     pub(super) fn read_cached(
         &self,
         control: &Control<'_>,
+        helped: &Helped,
         left: &mut Vec<Read>,
         mut checked: Instant,
     ) -> Result<()> {
@@ -122,7 +138,7 @@ impl Scatter<'_> {
             }
             copies += read.copies.len();
             match self.try_read(read, &mut slot) {
-                Tried::Served => {}
+                Tried::Served => helped.count(self, read),
                 Tried::Missing => left.push(read.clone()),
                 Tried::Refused => {
                     refused = true;
@@ -135,46 +151,68 @@ impl Scatter<'_> {
 
     /// Serves what the page cache holds while another thread waits for what it does not.
     pub(super) fn help(&self, unread: &Unread, helped: &Helped) {
+        #[cfg(test)]
+        CAME.fetch_add(1, Ordering::Relaxed);
         let Ok(mut slot) = buffer::scratch(self.longest()) else {
             return;
         };
         let (mut tried, mut served) = (0, 0);
-        loop {
-            let chunk = unread.last(CHUNK);
-            if chunk.is_empty() {
+        while !helped.in_vain.load(Ordering::Relaxed) {
+            let mut chunk = Chunk::take(unread);
+            if chunk.rest.is_empty() {
                 return;
             }
-            tried += chunk.len();
-            let (mut missing, mut bytes) = (Vec::new(), 0);
-            let mut refused = false;
-            for index in chunk.clone() {
+            tried += chunk.rest.len();
+            while let Some(&index) = chunk.rest.last() {
                 let read = &self.plan.reads[index as usize];
-                let outcome = if refused {
-                    Tried::Refused
-                } else {
-                    self.try_read(read, &mut slot)
-                };
-                match outcome {
+                match self.try_read(read, &mut slot) {
                     Tried::Served => {
-                        super::account::served(self, read, read.len as usize);
-                        bytes += u64::from(read.len);
+                        helped.count(self, read);
+                        chunk.served += 1;
                     }
-                    Tried::Missing => missing.push(index),
+                    Tried::Missing => chunk.missing.push(index),
                     Tried::Refused => {
-                        refused = true;
-                        missing.push(index);
+                        helped.in_vain.store(true, Ordering::Relaxed);
+                        return;
                     }
                 }
+                chunk.rest.pop();
             }
-            let count = chunk.len() - missing.len();
-            served += count;
-            helped.reads.fetch_add(count as u64, Ordering::Relaxed);
-            helped.bytes.fetch_add(bytes, Ordering::Relaxed);
-            unread.give_back(missing);
-            unread.finish(count);
-            if refused || served * STAYS < tried {
-                return;
+            served += chunk.served;
+            if served * STAYS < tried {
+                helped.in_vain.store(true, Ordering::Relaxed);
             }
         }
+    }
+}
+
+/// Reads that a helper has taken. What it has not done when it lets go of them, also by a panic, is
+/// left to the thread that waits.
+struct Chunk<'u> {
+    unread: &'u Unread,
+    /// Not tried yet, the next one last.
+    rest: SmallVec<[u32; CHUNK as usize]>,
+    missing: SmallVec<[u32; CHUNK as usize]>,
+    served: usize,
+}
+
+impl<'u> Chunk<'u> {
+    fn take(unread: &'u Unread) -> Self {
+        let mut rest: SmallVec<_> = unread.last(CHUNK).collect();
+        rest.reverse();
+        Self {
+            unread,
+            rest,
+            missing: SmallVec::new(),
+            served: 0,
+        }
+    }
+}
+
+impl Drop for Chunk<'_> {
+    fn drop(&mut self) {
+        let missing = self.missing.drain(..).chain(self.rest.drain(..));
+        self.unread.give_back(missing);
+        self.unread.finish(self.served);
     }
 }

@@ -45,6 +45,43 @@ fn wrong_beliefs_are_noticed_and_corrected() {
     assert_eq!(reader.stats().major_faults.get(), noticed);
 }
 
+/// In small batches the faults may be those of other code: they are not counted, and beliefs are
+/// checked for a few batches; for longer if one was wrong.
+#[test]
+fn wrong_beliefs_of_small_batches_are_noticed_too() {
+    let fixture = Fixture::new(&[160], &[(40_000, 7)], 1);
+    let reader = fixture.open(Io::Auto).unwrap();
+    let ids: Vec<i64> = (0..200).map(|index| index * 7919 % 40_000).collect();
+    fixture.gather(&reader, &ids, None).unwrap();
+    fixture.gather(&reader, &ids, None).unwrap();
+    let doubted = |fixture: &Fixture| {
+        let map = reader.files()[0].map().unwrap();
+        map.trim(0..map.len()).unwrap();
+        fixture.drop_cache();
+        let before = system::major_faults();
+        let (out, report) = fixture.gather(&reader, &ids, None).unwrap();
+        fixture.assert_equal(&out, &ids, None);
+        (system::major_faults() - before, report.fetched)
+    };
+    let (faults, _) = doubted(&fixture);
+    if faults < 50 {
+        return; // This filesystem keeps what it was told to drop (tmpfs).
+    }
+    assert!(reader.verifies());
+    assert_eq!(reader.stats().major_faults.get(), 0);
+    for _ in 0..20 {
+        let (faults, fetched) = doubted(&fixture);
+        assert!(
+            fetched > 150 && faults < 10,
+            "{fetched} fetched, {faults} faults"
+        );
+    }
+    for _ in 0..70 {
+        fixture.gather(&reader, &ids, None).unwrap();
+    }
+    assert!(!reader.verifies(), "trusted again");
+}
+
 /// With `io="mmap"` the kernel is advised once of each range that the plan has, not of each row.
 #[test]
 fn one_advice_per_planned_range() {
