@@ -11,6 +11,7 @@
 //! leaves the calling thread.
 
 mod account;
+mod ask;
 mod cached;
 mod faults;
 mod fill;
@@ -282,9 +283,16 @@ impl<'a> Round<'a> {
             }
             first_file += u32::try_from(reader.files().len()).unwrap_or(u32::MAX);
         }
-        let rest = sweep::sweep(&lanes, self.control, self.started, crew)?;
+        let mut rest = sweep::sweep(&lanes, self.control, self.started, crew)?;
         if !rest.is_empty() {
-            fill::fill(&lanes, &rest, requests, self.control, self.started, report)?;
+            fill::fill(
+                &lanes,
+                &mut rest,
+                requests,
+                self.control,
+                self.started,
+                report,
+            )?;
         }
         proof::prove(&lanes, &rest, requests, self.control, report)
     }

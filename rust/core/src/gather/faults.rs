@@ -10,12 +10,12 @@ use crate::system;
 const SLOW: Duration = Duration::from_micros(20);
 const SLOW_PER_ROW: Duration = Duration::from_nanos(200);
 
-/// From this many rows on a sweep tells its major faults from those of other code in its thread.
-pub(super) const COUNTED: usize = 256;
+/// From this many rows on the major faults of a sweep are told from those of other code in the
+/// calling thread.
+const COUNTED: usize = 1024;
 
-/// Whether a copy waited for a device, in which case beliefs are checked from here on. `counted`: no
-/// faults but those of this sweep have been seen since the last look.
-pub(super) fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize, counted: bool) -> bool {
+/// Whether a copy waited for a device, in which case beliefs are checked from here on.
+pub(super) fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize) -> bool {
     if elapsed < SLOW + SLOW_PER_ROW * u32::try_from(rows).unwrap_or(u32::MAX) {
         return false;
     }
@@ -23,7 +23,7 @@ pub(super) fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize, counted:
     if faults == 0 {
         return false;
     }
-    if counted {
+    if COUNTED_ALONE.get() {
         lane.reader.stats().major_faults.add(faults);
         lane.reader.distrust();
     } else {
@@ -36,6 +36,9 @@ pub(super) fn was_slow(lane: &Lane<'_>, elapsed: Duration, rows: usize, counted:
 thread_local! {
     /// Major faults of this thread when they were last looked at.
     static SEEN: Cell<Option<i64>> = const { Cell::new(None) };
+
+    /// Whether no code but engram's has run in this thread since. So it is where only engram runs.
+    static COUNTED_ALONE: Cell<bool> = const { Cell::new(true) };
 }
 
 /// Whatever faulted so far was no copy.
@@ -45,14 +48,23 @@ pub(crate) fn forget_faults() {
     }
 }
 
-/// Notes how many major faults this thread has had, those of other code among them; whether that was
-/// done. Asking takes as long as copying a few rows: before small sweeps it is done once per thread.
-pub(super) fn begin_counting(rows: usize) -> bool {
-    let counts = rows >= COUNTED || SEEN.get().is_none();
+/// Notes how many major faults the calling thread has had, those of other code among them. Asking takes
+/// as long as copying a few rows, and is left out before small sweeps.
+pub(super) fn begin_counting(rows: usize) {
+    let counts = rows >= COUNTED;
+    COUNTED_ALONE.set(counts);
     if counts {
         SEEN.set(Some(system::major_faults()));
+    } else {
+        know_thread();
     }
-    counts
+}
+
+/// Notes how many major faults this thread has had before its first sweep.
+pub(super) fn know_thread() {
+    if SEEN.get().is_none() {
+        SEEN.set(Some(system::major_faults()));
+    }
 }
 
 /// Major faults of this thread since the last look.

@@ -1,13 +1,15 @@
 //! Second step: bring in what the sweep did not find, while the rest is copied.
 //!
-//! Rows that nobody knows to be resident are read without asking the kernel about them. If they are,
-//! reading takes a microsecond or two each, beside the waiting for those that are not; asking takes
-//! half of that before the first read, and the first touch of a mapped page several times as long.
+//! Rows that nobody knows to be resident are read without asking the kernel about them, unless they
+//! are read past the page cache. If they are resident, reading takes a microsecond or two each, beside
+//! the waiting for those that are not; asking takes half of that before the first read, and the first
+//! touch of a mapped page several times as long.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::account::{self, account};
+use super::ask;
 use super::proof;
 use super::scatter::{Helped, Scatter};
 use super::sweep::{Deferred, Rest, sweep};
@@ -71,13 +73,15 @@ impl Way {
 
 pub(super) fn fill(
     lanes: &[Lane<'_>],
-    rests: &[Rest],
+    rests: &mut [Rest],
     requests: &[Request<'_, '_>],
     control: &Control<'_>,
     started: Instant,
     report: &mut Report,
 ) -> Result<()> {
     let files = files(requests);
+    ask::ask(lanes, rests);
+    let rests = &*rests;
     let mut deferred = Deferred::new(rests);
     let mut ways: Vec<Way> = Vec::new();
     for rest in rests.iter().filter(|rest| !rest.missing.is_empty()) {

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::faults::{COUNTED, begin_counting, was_slow};
+use super::faults::{begin_counting, know_thread, was_slow};
 use super::{Belief, Control, Lane};
 use crate::copy::{self, AHEAD};
 use crate::crew::{self, Crew};
@@ -54,6 +54,7 @@ pub(super) fn sweep(
     crew: Option<Crew>,
 ) -> Result<Vec<Rest>> {
     let total: usize = lanes.iter().map(|lane| lane.ids.len()).sum();
+    begin_counting(total);
     let threads = lanes
         .iter()
         .map(|lane| lane.reader.threads())
@@ -154,7 +155,7 @@ fn sweep_range(
         copied: 0,
         rest: None,
     };
-    let counted = begin_counting(range.len());
+    know_thread();
     let begun = Instant::now();
     let mut before = begun;
     for start in range.clone().step_by(STRIP) {
@@ -173,7 +174,7 @@ fn sweep_range(
         if sweep.rest.is_none() {
             // Reading the clock waits for loads in flight, so it is done once per strip.
             let now = Instant::now();
-            sweep.verify |= was_slow(lane, now.duration_since(before), strip.len(), counted);
+            sweep.verify |= was_slow(lane, now.duration_since(before), strip.len());
             before = now;
         }
     }
@@ -344,7 +345,12 @@ impl<'l> Sweep<'l> {
 
 /// Asks the kernel whether a row's pages are in memory, and notes the answer. A caller to whom the
 /// kernel would not tell the truth is told no.
-fn is_resident(lane: &Lane<'_>, file: usize, offset: u64, answers: &mut Vec<u8>) -> bool {
+pub(super) fn is_resident(
+    lane: &Lane<'_>,
+    file: usize,
+    offset: u64,
+    answers: &mut Vec<u8>,
+) -> bool {
     let file = &lane.reader.files()[file];
     let residency = file.residency();
     let pages = residency.pages_of(offset, lane.plane.row_bytes() as u64);
@@ -405,7 +411,7 @@ impl<'r> Deferred<'r> {
         };
         let lane = &lanes[rest.lane];
         // Beside reads of a device the time to ask does not count.
-        let counted = begin_counting(COUNTED);
+        begin_counting(usize::MAX);
         let begun = Instant::now();
         let end = (self.position + STRIP).min(rest.deferred.end);
         let mut copied = 0;
@@ -428,7 +434,7 @@ impl<'r> Deferred<'r> {
                 copied += 1;
             }
         }
-        was_slow(lane, begun.elapsed(), end - self.position, counted);
+        was_slow(lane, begun.elapsed(), end - self.position);
         lane.count_resident(copied);
         self.position = end;
         if end >= rest.deferred.end {
