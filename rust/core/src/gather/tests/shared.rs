@@ -60,7 +60,9 @@ fn helpers_and_the_caller_do_each_read_once() {
 fn what_helpers_read_is_kept_in_a_cache() {
     let (fixture, ids) = apart();
     keep(&fixture, 0..3);
-    let reader = fixture.open_with(Io::Auto, 16 << 20).unwrap();
+    let Some(reader) = fixture.open_with(Io::Uring, 16 << 20) else {
+        return;
+    };
     for _ in 0..2 {
         let (out, _) = fixture.gather(&reader, &ids, None).unwrap();
         fixture.assert_equal(&out, &ids, None);
