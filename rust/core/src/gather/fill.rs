@@ -308,10 +308,11 @@ impl Round<'_> {
     }
 
     /// How many threads help with so many reads: none where they would not come through the page
-    /// cache, or are to come in order.
+    /// cache, or are to come in order; nor with a deadline, since a read that is not to wait still
+    /// does if the queue of a device that hangs is full.
     fn helpers(&self, reads: usize) -> usize {
         let way = self.scatter.way;
-        if way.alignment.is_some() || way.in_order {
+        if way.alignment.is_some() || way.in_order || self.control.deadline.is_some() {
             return 0;
         }
         let lanes = self.scatter.lanes.iter();

@@ -70,8 +70,9 @@ fn what_helpers_read_is_kept_in_a_cache() {
     assert_eq!(reader.stats().rows_fetched.get(), READS.unsigned_abs());
 }
 
+/// With a deadline nobody helps, who might be kept by a device that hangs.
 #[test]
-fn a_batch_that_stops_early_takes_its_helpers_along() {
+fn a_batch_with_a_deadline_is_right_or_late() {
     let (fixture, ids) = apart();
     let reader = fixture.open(Io::Uring).or(fixture.open(Io::Auto)).unwrap();
     for share in [0..0, 0..2, 0..4] {
