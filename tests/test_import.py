@@ -23,7 +23,7 @@ DEAR = ("pathlib", "urllib.parse", "asyncio", "inspect")
 TIMED = """
 import sys, time
 begun = time.process_time()
-import numpy
+import numpy, dataclasses  # numpy imports both from 2.4 on.
 before = time.process_time()
 had = set(sys.modules)
 begin = time.process_time()
