@@ -49,7 +49,7 @@ _COUNTERS = {
     "bytes_wanted": ("engram_wanted_bytes", "Bytes of the rows asked for."),
     "bytes_read": ("engram_read_bytes", "Bytes read, from devices or the page cache."),
     "reads": ("engram_reads", "Reads issued."),
-    "major_faults": ("engram_major_faults", "Major faults taken while copying."),
+    "major_faults": ("engram_major_faults", "Major faults taken while copying 1,024 rows or more."),
     "rows_reread": ("engram_rows_reread", "Row parts read again because their page was lost."),
     "pages_probed": ("engram_pages_probed", "Pages whose residency the kernel was asked for."),
     "prefetches": ("engram_prefetches", "Prefetches begun."),

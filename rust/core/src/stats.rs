@@ -53,7 +53,8 @@ pub struct Stats {
     pub reads: Counter,
     /// Most reads in flight at once.
     pub depth: Counter,
-    /// Major faults taken while copying: beliefs that were wrong.
+    /// Major faults taken while copying: beliefs that were wrong. Those of small batches are not told
+    /// from faults of other code, and not counted.
     pub major_faults: Counter,
     /// Row parts read again because the page they were copied from could not be read.
     pub rows_reread: Counter,

@@ -12,8 +12,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Reads that stay next to each other.
-const GROUP: u32 = 32;
+/// Reads that stay next to each other, and that a helper takes at a time.
+pub const GROUP: u32 = 32;
 
 /// Reads of a batch by number, each to be done by whoever takes it.
 #[derive(Debug)]

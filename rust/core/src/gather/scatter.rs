@@ -11,16 +11,13 @@ use super::fill::Way;
 use super::{Control, Lane, Report};
 use crate::buffer;
 use crate::error::Result;
-use crate::fetch::unread::Unread;
+use crate::fetch::unread::{GROUP, Unread};
 use crate::file::OpenFile;
 use crate::plan::{Plan, Read};
 
 /// Reads that do not wait between two looks at the clock, and copies of what they bring.
 const READS_PER_CHECK: usize = 256;
 const COPIES_PER_CHECK: usize = 1 << 14;
-
-/// Reads a helper takes at a time.
-const CHUNK: u32 = 32;
 
 /// Helpers stay while at least one in this many reads of one of them finds its pages in memory: to try
 /// is a wasted microsecond where they are not.
@@ -191,14 +188,14 @@ impl Scatter<'_> {
 struct Chunk<'u> {
     unread: &'u Unread,
     /// Not tried yet, the next one last.
-    rest: SmallVec<[u32; CHUNK as usize]>,
-    missing: SmallVec<[u32; CHUNK as usize]>,
+    rest: SmallVec<[u32; GROUP as usize]>,
+    missing: SmallVec<[u32; GROUP as usize]>,
     served: usize,
 }
 
 impl<'u> Chunk<'u> {
     fn take(unread: &'u Unread) -> Self {
-        let mut rest: SmallVec<_> = unread.last(CHUNK).collect();
+        let mut rest: SmallVec<_> = unread.last(GROUP).collect();
         rest.reverse();
         Self {
             unread,
